@@ -1,0 +1,96 @@
+// Shares the tiles of one product between the calling thread and a few helpers.
+//
+// Tiles are claimed one by one, so a helper that the scheduler has put aside takes none and the caller does its share.
+// That is the point: OpenBLAS's own threads get fixed shares and spin for them, and on cores that another process uses
+// one product then waits whole time slices for a thread that is not running.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <mutex>
+#include <thread>
+
+namespace mtplx {
+
+inline void pause_cpu() {
+#if defined(__x86_64__) || defined(__i386__)
+  __builtin_ia32_pause();
+#elif defined(__aarch64__)
+  asm volatile("yield");
+#endif
+}
+
+class Pool {
+ public:
+  // Starts `helpers` threads, which live as long as the process. Throws std::system_error if one cannot be started.
+  void start(int helpers) {
+    for (int i = 0; i < helpers; ++i) std::thread([this] { help(); }).detach();
+  }
+
+  // Calls work(context, i) once for each i in [0, tiles), in any order and on any of the threads; returns when all are
+  // done. If another caller holds the helpers, this thread does all tiles alone.
+  void run(int tiles, void (*work)(const void*, int), const void* context) {
+    std::unique_lock<std::mutex> guard(busy_, std::try_to_lock);
+    if (!guard.owns_lock()) {
+      for (int i = 0; i < tiles; ++i) work(context, i);
+      return;
+    }
+    work_ = work;
+    context_ = context;
+    done_.store(0, std::memory_order_relaxed);
+    const std::uint64_t epoch = (ticket_.load(std::memory_order_relaxed) >> 32) + 1;
+    ticket_.store(epoch << 32 | static_cast<std::uint32_t>(tiles), std::memory_order_seq_cst);
+    if (sleepers_.load(std::memory_order_seq_cst) > 0) ticket_.notify_all();
+    while (claim_one()) {
+    }
+    for (int spins = 0; done_.load(std::memory_order_acquire) != tiles; ++spins) {
+      if (spins < kSpinsBeforeYield) {
+        pause_cpu();
+      } else {
+        std::this_thread::yield();  // the helper that holds the last tile may need this very core
+      }
+    }
+  }
+
+ private:
+  static constexpr int kSpinsBeforeYield = 1000;
+  static constexpr int kSpinsBeforeSleep = 4000;  // of the order of 0.1 ms: the pause between two products of a decode
+
+  // The ticket holds an epoch and the number of tiles not claimed yet. A claim that succeeds keeps the caller of that
+  // epoch in run(), so work_ and context_ are valid from then until done_ is raised, and only then are they read.
+  bool claim_one() {
+    std::uint64_t seen = ticket_.load(std::memory_order_acquire);
+    do {
+      if (static_cast<std::uint32_t>(seen) == 0) return false;
+    } while (!ticket_.compare_exchange_weak(seen, seen - 1, std::memory_order_acq_rel, std::memory_order_acquire));
+    work_(context_, static_cast<int>(static_cast<std::uint32_t>(seen)) - 1);
+    done_.fetch_add(1, std::memory_order_release);
+    return true;
+  }
+
+  void help() {
+    while (true) {
+      if (claim_one()) continue;
+      const std::uint64_t seen = ticket_.load(std::memory_order_acquire);
+      if (static_cast<std::uint32_t>(seen) != 0) continue;
+      bool changed = false;
+      for (int spins = 0; spins < kSpinsBeforeSleep && !changed; ++spins) {
+        pause_cpu();
+        changed = ticket_.load(std::memory_order_relaxed) != seen;
+      }
+      if (changed) continue;
+      sleepers_.fetch_add(1, std::memory_order_seq_cst);
+      ticket_.wait(seen, std::memory_order_seq_cst);
+      sleepers_.fetch_sub(1, std::memory_order_relaxed);
+    }
+  }
+
+  std::mutex busy_;
+  void (*work_)(const void*, int) = nullptr;
+  const void* context_ = nullptr;
+  alignas(64) std::atomic<std::uint64_t> ticket_{0};
+  alignas(64) std::atomic<int> done_{0};
+  alignas(64) std::atomic<int> sleepers_{0};
+};
+
+}  // namespace mtplx

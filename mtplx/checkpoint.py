@@ -1,0 +1,241 @@
+"""Checks a model directory (config.json and safetensors files) without building the model.
+
+MLX's reader accepts safetensors files with duplicate or overlapping tensors, wrapped shapes and
+trailing bytes, so every file first passes the strict Rust reader.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+
+from mtplx.errors import ModelError, ModelFileError
+from mtplx.tokenizer import read_json
+
+INDEX = "model.safetensors.index.json"
+SIDECAR = "mtp.safetensors"
+_REFUSED = (".bin", ".pt", ".pth", ".npz", ".ckpt", ".pkl")
+# Where the families keep their MTP modules (FACTS: native MTP checkpoints).
+_MTP_NAME = re.compile(r"(^|\.)mtp(\.|_)")
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """A tensor as a safetensors header describes it; ``dtype`` in the format's words (F32, U32)."""
+
+    file: Path
+    dtype: str
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A checked directory: its configuration, weight files and every tensor in them."""
+
+    path: Path
+    config: Mapping[str, Any]
+    files: tuple[Path, ...]
+    tensors: Mapping[str, StoredTensor]
+
+    @property
+    def text_config(self) -> Mapping[str, Any]:
+        """The language model's part of the configuration."""
+        nested = self.config.get("text_config")
+        return nested if isinstance(nested, dict) else self.config
+
+    def quantisation(self) -> dict[str, str]:
+        """Stored types by group of tensors, e.g. {"layers": "4-bit affine", "norms": "F16"}."""
+        groups: dict[str, set[str]] = {}
+        for name, tensor in self.tensors.items():
+            stem, _, kind = name.rpartition(".")
+            if kind in ("scales", "biases"):
+                continue
+            if len(tensor.shape) == 1:
+                group = "norms" if "norm" in name else "vectors"
+            else:
+                group = (
+                    "embedding"
+                    if "embed" in stem
+                    else "output"
+                    if stem.endswith("lm_head")
+                    else "layers"
+                )
+            groups.setdefault(group, set()).add(self._kind(stem, tensor))
+        order = ("layers", "embedding", "output", "norms", "vectors")
+        return {g: "/".join(sorted(groups[g])) for g in order if g in groups}
+
+    def _kind(self, stem: str, tensor: StoredTensor) -> str:
+        scales = self.tensors.get(f"{stem}.scales")
+        if scales is None or tensor.dtype != "U32":
+            return tensor.dtype
+        mode = self._setting(stem, "mode", "affine")
+        group = self._setting(stem, "group_size", 64)
+        return f"{self._bits(stem, tensor)}-bit {mode} (groups of {group})"
+
+    def _setting(self, stem: str, key: str, default: Any) -> Any:
+        """One quantisation setting of a module: its own, else the model's."""
+        settings = self.config.get("quantization") or {}
+        own = settings.get(stem)
+        return (own if isinstance(own, dict) else settings).get(key, settings.get(key, default))
+
+    def _bits(self, stem: str, tensor: StoredTensor) -> int:
+        columns = self.tensors[f"{stem}.scales"].shape[-1] * self._setting(stem, "group_size", 64)
+        return max(1, tensor.shape[-1] * 32 // max(1, columns))
+
+    def parameters(self) -> int:
+        """Number of stored weights; packed words are counted as the weights they hold."""
+        total = 0
+        for name, tensor in self.tensors.items():
+            stem, _, kind = name.rpartition(".")
+            if kind in ("scales", "biases") and f"{stem}.weight" in self.tensors:
+                continue
+            scales = self.tensors.get(f"{stem}.scales")
+            size = math.prod(tensor.shape)
+            total += (
+                size * 32 // self._bits(stem, tensor) if scales and tensor.dtype == "U32" else size
+            )
+        return total
+
+    def describe(self) -> str:
+        """``quantisation`` in one line: "BF16 layers, BF16 embedding, BF16 norms"."""
+        return ", ".join(f"{kind} {group}" for group, kind in self.quantisation().items())
+
+
+def read_checkpoint(path: Path) -> Checkpoint:
+    """Reads and checks everything but the tensor data.
+
+    Raises ``ModelFileError`` naming file and tensor, ``ModelError`` for a model that needs code
+    of its own.
+    """
+    config = _config(path)
+    files = _weight_files(path)
+    tensors: dict[str, StoredTensor] = {}
+    for file in files:
+        for name, tensor in read_safetensors(file):
+            if name in tensors:
+                raise ModelFileError(
+                    f"tensor {name!r} is in {tensors[name].file.name} and again in {file}",
+                    path=file, tensor=name,
+                )  # fmt: skip
+            tensors[name] = tensor
+    if (path / INDEX).is_file():
+        _check_index(path / INDEX, files, tensors)
+    checkpoint = Checkpoint(path, config, files, tensors)
+    layers = checkpoint.text_config.get("num_hidden_layers", 1)
+    if not isinstance(layers, int) or not 0 < layers <= len(tensors):
+        raise ModelFileError(
+            f"{path / 'config.json'}: num_hidden_layers is {layers!r}, with {len(tensors)} tensors",
+            path=path / "config.json",
+        )
+    return checkpoint
+
+
+def _config(path: Path) -> dict[str, Any]:
+    file = path / "config.json"
+    config = read_json(file)
+    # mlx-lm would import and run this Python file of the model's directory.
+    if config.get("model_file") is not None:
+        raise ModelError(
+            f"{file}: the model asks to run its own code ({config['model_file']!r}, key model_file);"
+            " mtplx never runs code that comes with a model"
+        )
+    if not re.fullmatch(r"[A-Za-z0-9_.-]{1,64}", str(config.get("model_type", ""))):
+        raise ModelFileError(
+            f"{file}: model_type is {config.get('model_type')!r}, not a name", path=file
+        )
+    return config
+
+
+def _weight_files(path: Path) -> tuple[Path, ...]:
+    files = tuple(sorted(path.glob("model*.safetensors")))
+    if files:
+        return files
+    if (path / INDEX).is_file():
+        shards = _weight_map(path / INDEX)
+        first = min(shards.values(), default="?")
+        raise ModelFileError(f"{path / first} is missing ({INDEX} names it)", path=path / first)
+    refused = sorted(f.name for f in path.iterdir() if f.suffix in _REFUSED)
+    if refused:
+        raise ModelFileError(
+            f"{path}: only safetensors weights are read (they hold no code); "
+            f"found {', '.join(refused[:4])}", path=path / refused[0],
+        )  # fmt: skip
+    raise ModelFileError(f"{path}: no model*.safetensors in it", path=path)
+
+
+def read_safetensors(file: Path) -> list[tuple[str, StoredTensor]]:
+    """Checks one file with the strict reader; returns its tensors by name."""
+    try:
+        with safe_open(file, framework="numpy") as f:
+            views = {name: f.get_slice(name) for name in f.keys()}  # noqa: SIM118 (not a dict)
+            found = [
+                (name, StoredTensor(file, view.get_dtype(), tuple(view.get_shape())))
+                for name, view in views.items()
+            ]
+        twice = _duplicate_key(file)
+    except SafetensorError as e:
+        raise ModelFileError(f"{file}: not a valid safetensors file ({e})", path=file) from None
+    except OSError as e:
+        raise ModelFileError(f"{file}: cannot be read ({e})", path=file) from None
+    if twice is not None:
+        raise ModelFileError(f"{file}: tensor {twice!r} occurs twice", path=file, tensor=twice)
+    return found
+
+
+def _weight_map(index: Path) -> dict[str, str]:
+    mapping = read_json(index).get("weight_map")
+    if not isinstance(mapping, dict) or not all(isinstance(v, str) for v in mapping.values()):
+        raise ModelFileError(f"{index}: has no weight_map of names to files", path=index)
+    return mapping
+
+
+def _check_index(index: Path, files: tuple[Path, ...], tensors: Mapping[str, StoredTensor]) -> None:
+    mapping = _weight_map(index)
+    present = {f.name for f in files}
+    for name, shard in mapping.items():
+        if shard not in present:
+            raise ModelFileError(
+                f"{index.parent / shard} is missing ({INDEX} puts tensor {name!r} there)",
+                path=index.parent / shard, tensor=name,
+            )  # fmt: skip
+        stored = tensors.get(name)
+        if stored is None or stored.file.name != shard:
+            raise ModelFileError(
+                f"{index.parent / shard}: tensor {name!r} is missing ({INDEX} puts it there)",
+                path=index.parent / shard, tensor=name,
+            )  # fmt: skip
+    for name, tensor in tensors.items():
+        if name not in mapping:
+            raise ModelFileError(
+                f"{tensor.file}: tensor {name!r} is not listed in {INDEX}: "
+                "a stray file, or a wrong index", path=tensor.file, tensor=name,
+            )  # fmt: skip
+
+
+def has_mtp_tensors(checkpoint: Checkpoint) -> bool:
+    """Whether the checkpoint carries an MTP module, by the names and counts families use."""
+    layers = checkpoint.text_config.get("num_hidden_layers", 0)
+    extra = f"model.layers.{layers}."  # DeepSeek and GLM: one more layer than the trunk has
+    return any(_MTP_NAME.search(n) or n.startswith(extra) for n in checkpoint.tensors)
+
+
+def _duplicate_key(file: Path) -> str | None:
+    """A name that occurs twice in a header; the strict reader lets identical entries pass."""
+    with file.open("rb") as f:
+        header = f.read(int.from_bytes(f.read(8), "little"))
+    twice: list[str] = []
+
+    def pairs(items: list[tuple[str, Any]]) -> None:
+        keys = [key for key, _ in items]
+        if len(set(keys)) != len(keys):
+            twice.extend(k for k in keys if keys.count(k) > 1)
+
+    json.loads(header, object_pairs_hook=pairs)
+    return twice[0] if twice else None

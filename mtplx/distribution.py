@@ -1,0 +1,146 @@
+"""A law over the vocabulary: a dense float64 array, or a few ids and their probabilities."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from .errors import NonFiniteLogitsError
+
+Floats: TypeAlias = NDArray[np.float64]
+Ids: TypeAlias = NDArray[np.int64]
+
+
+def vector(values: ArrayLike, what: str) -> Floats:
+    """``values`` as (n,) float64, n >= 1; ``ValueError`` naming ``what`` otherwise."""
+    array = np.asarray(values, dtype=np.float64)
+    if array.ndim != 1 or array.size == 0:
+        raise ValueError(f"{what} must be a non-empty 1-D array, not of shape {array.shape}")
+    return array
+
+
+@dataclass(frozen=True)
+class SparseDistribution:
+    """A distribution over ``vocab_size`` tokens that is zero outside ``token_ids``.
+
+    token_ids: (n,) distinct ids in [0, vocab_size), n >= 1, in any order.
+    probs: (n,) weights >= 0, normalised when built; a weight that is not finite counts as 0.
+
+    Raises ``ValueError`` for a wrong shape, length, id or a negative weight, and
+    ``NonFiniteLogitsError`` when no weight is positive.
+    """
+
+    token_ids: Ids
+    probs: Floats
+    vocab_size: int
+
+    def __post_init__(self) -> None:
+        """Check, convert to int64 and float64, normalise."""
+        ids = np.asarray(self.token_ids, dtype=np.int64)
+        probs = np.asarray(self.probs, dtype=np.float64)
+        size = int(self.vocab_size)
+        if ids.ndim != 1 or probs.ndim != 1:
+            raise ValueError(
+                f"token_ids and probs must be 1-D, not {ids.ndim}-D and {probs.ndim}-D"
+            )
+        if ids.size != probs.size:
+            raise ValueError(f"{ids.size} token_ids but {probs.size} probs")
+        if ids.size == 0:
+            raise ValueError("a distribution needs at least one token")
+        if (probs < 0).any():
+            raise ValueError("probabilities must not be negative")
+        if ids.min() < 0 or ids.max() >= size:
+            raise ValueError(f"token ids must lie in [0, {size})")
+        if ids.size > 1 and not (ids[1:] > ids[:-1]).all() and np.unique(ids).size != ids.size:
+            raise ValueError("token ids must be distinct")
+        if not np.isfinite(probs).all():
+            probs = np.where(np.isfinite(probs), probs, 0.0)
+        total = probs.sum()
+        if not 0.0 < total < np.inf:
+            raise NonFiniteLogitsError("no token has positive probability", vocab_size=size)
+        object.__setattr__(self, "token_ids", ids)
+        object.__setattr__(self, "probs", probs / total)
+        object.__setattr__(self, "vocab_size", size)
+
+    @classmethod
+    def one_hot(cls, token_id: int, vocab_size: int) -> SparseDistribution:
+        """All mass on one token."""
+        return cls(np.array([token_id]), np.array([1.0]), vocab_size)
+
+    def probability(self, token_id: int) -> float:
+        """The probability of one token; 0 outside the support."""
+        hit = np.flatnonzero(self.token_ids == int(token_id))
+        return float(self.probs[hit[0]]) if hit.size else 0.0
+
+    def to_dense(self) -> Floats:
+        """The same law as a (vocab_size,) float64 array."""
+        dense = np.zeros(self.vocab_size)
+        dense[self.token_ids] = self.probs
+        return dense
+
+    def __eq__(self, other: object) -> bool:
+        """Equal when size, ids and probabilities are equal, bit for bit."""
+        if not isinstance(other, SparseDistribution):
+            return NotImplemented
+        return (
+            self.vocab_size == other.vocab_size
+            and np.array_equal(self.token_ids, other.token_ids)
+            and np.array_equal(self.probs, other.probs)
+        )
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+Distribution: TypeAlias = Floats | SparseDistribution
+
+
+def vocab_size_of(distribution: Distribution) -> int:
+    """How many tokens the vocabulary has, in either form."""
+    if isinstance(distribution, SparseDistribution):
+        return distribution.vocab_size
+    return len(distribution)
+
+
+def as_dense(distribution: Distribution) -> Floats:
+    """Either form as a (vocab,) float64 array."""
+    if isinstance(distribution, SparseDistribution):
+        return distribution.to_dense()
+    return vector(distribution, "a distribution")
+
+
+def _probability(distribution: Distribution, token_id: int) -> float:
+    size = vocab_size_of(distribution)
+    if not 0 <= token_id < size:
+        raise ValueError(f"token id {token_id} is outside [0, {size})")
+    if isinstance(distribution, SparseDistribution):
+        return distribution.probability(token_id)
+    return float(distribution[token_id])
+
+
+def same_vocabulary(target_p: Distribution, draft_q: Distribution) -> int:
+    """The common vocabulary size of p and q; ``ValueError`` if they differ."""
+    size = vocab_size_of(target_p)
+    if vocab_size_of(draft_q) != size:
+        raise ValueError(f"p has {size} tokens but q has {vocab_size_of(draft_q)}")
+    return size
+
+
+def inverse_cdf(probs: Distribution, uniform: float) -> int:
+    """The first id, ascending, at which the cumulative mass exceeds ``uniform`` in [0, 1)."""
+    if isinstance(probs, SparseDistribution):
+        order = np.argsort(probs.token_ids, kind="stable")
+        ids, weights = probs.token_ids[order], probs.probs[order]
+    else:
+        weights = vector(probs, "probs")
+        ids = np.arange(weights.size)
+        if (weights < 0).any():
+            raise ValueError("probs must not be negative")
+    ids, weights = ids[weights > 0], weights[weights > 0]
+    cumulative = np.cumsum(weights)
+    if not cumulative.size or not np.isfinite(cumulative[-1]):
+        raise NonFiniteLogitsError("probs have no positive, finite mass")
+    index = np.searchsorted(cumulative, uniform * cumulative[-1], side="right")
+    return int(ids[min(int(index), ids.size - 1)])

@@ -1,0 +1,7 @@
+"""Drafters: where draft tokens come from. All follow one protocol, ``base.Drafter``."""
+
+from .base import Draft, Drafter, NoDrafter, Proposal
+from .mtp import MTPDrafter
+from .ngram import NgramDrafter
+
+__all__ = ["Draft", "Drafter", "MTPDrafter", "NgramDrafter", "NoDrafter", "Proposal"]

@@ -1,0 +1,71 @@
+"""The protocol of a drafter."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import mlx.core as mx
+
+from ..distribution import SparseDistribution
+
+
+@dataclass(frozen=True)
+class Draft:
+    """A draft block: K ids, and for each the law it was drawn from (one-hot if it was copied)."""
+
+    tokens: list[int]
+    q_rows: list[SparseDistribution]
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """What a drafter may use to draw tokens.
+
+    law: (logits (vocab,), drafts so far) -> q, processed as the target's p would be.
+    draw: (offset in the block, q) -> token id, by the request's randomness.
+    vocab_size: of the trunk.
+    """
+
+    law: Callable[[mx.array, Sequence[int]], SparseDistribution]
+    draw: Callable[[int, SparseDistribution], int]
+    vocab_size: int
+
+
+class Drafter(Protocol):
+    """Proposes the next tokens of one sequence. It sees committed tokens only.
+
+    name: as in the statistics.  needs_hidden: whether ``observe`` wants the trunk's hidden states.
+    """
+
+    name: str
+    needs_hidden: bool
+
+    def observe(self, tokens: Sequence[int], hidden: mx.array | None) -> None:
+        """Take note of newly committed tokens, in order.
+
+        hidden: (n, D), the trunk's hidden states that have become known, in order: there is one
+        for every committed token but the last. None where ``needs_hidden`` is false.
+        """
+
+    def propose(self, depth: int, proposal: Proposal) -> Draft:
+        """At most ``depth`` draft tokens after everything observed. May be fewer, or none.
+
+        Leaves no trace of the draft behind: whatever was written for it has been taken back when
+        this returns, or raises.
+        """
+
+
+class NoDrafter:
+    """Plain decoding: never a draft."""
+
+    name = "none"
+    needs_hidden = False
+
+    def observe(self, tokens: Sequence[int], hidden: mx.array | None) -> None:
+        """Nothing to note."""
+
+    def propose(self, depth: int, proposal: Proposal) -> Draft:
+        """An empty draft."""
+        return Draft([], [])

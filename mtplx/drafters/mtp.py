@@ -1,0 +1,85 @@
+"""Drafts from the model's own MTP head."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import mlx.core as mx
+import numpy as np
+
+from ..distribution import SparseDistribution
+from ..mtp_patch import AttachedHead
+from .base import Draft, Proposal
+
+_CHUNK = 512
+
+
+class MTPDrafter:
+    """Applies the head recursively.
+
+    The head's cache holds one row a committed token but the last, (hidden i, token i + 1), each
+    written once, from the trunk's hidden state. Rows of deeper steps are dropped when a proposal
+    ends, kept draft or not: the trunk's hidden states replace them.
+    """
+
+    name = "mtp"
+    needs_hidden = True
+
+    def __init__(self, attached: AttachedHead):
+        self.attached = attached
+        self.cache = attached.new_cache()
+        self.tokens: list[int] = []
+        self._pending: list[mx.array] = []
+
+    @property
+    def rows(self) -> int:
+        """How many committed rows the head's cache holds."""
+        return self.cache.offset
+
+    def observe(self, tokens: Sequence[int], hidden: mx.array | None) -> None:
+        """Keep tokens, and hidden states until the next proposal feeds them to the head."""
+        self.tokens.extend(int(token) for token in tokens)
+        if hidden is not None and hidden.shape[0]:
+            self._pending.append(hidden)
+
+    def propose(self, depth: int, proposal: Proposal) -> Draft:
+        """Draft ``depth`` tokens, each from the head's processed law."""
+        if depth < 1:
+            return Draft([], [])
+        hidden = self._feed_committed()
+        if hidden is None:
+            return Draft([], [])
+        committed = self.rows
+        tokens: list[int] = []
+        q_rows: list[SparseDistribution] = []
+        try:
+            while True:
+                q = proposal.law(self.attached.logits(hidden)[-1], tokens)
+                tokens.append(proposal.draw(len(tokens), q))
+                q_rows.append(q)
+                if len(tokens) == depth:
+                    return Draft(tokens, q_rows)
+                hidden = self.attached.forward(hidden, mx.array(tokens[-1:]), self.cache)
+        finally:
+            self.cache.trim(self.rows - committed)
+
+    def _feed_committed(self) -> mx.array | None:
+        """Write the rows that are new; the hidden state (1, D) after the last one, None if none.
+
+        A round always commits a token, so there is a new row unless a proposal is asked for twice.
+        """
+        hidden = None
+        while self._pending:
+            rows = mx.concatenate(self._pending)
+            part, rest = rows[:_CHUNK], rows[_CHUNK:]
+            start = self.rows
+            follow = self.tokens[start + 1 : start + 1 + part.shape[0]]
+            try:
+                out = self.attached.forward(part, mx.array(np.array(follow)), self.cache)
+                hidden = out[-1:]
+                mx.eval(hidden, self.cache.state)
+            except BaseException:
+                self.cache.trim(self.rows - start)
+                raise
+            self._pending = [rest] if rest.shape[0] else []
+        return hidden

@@ -1,0 +1,104 @@
+"""The round: draft, verify, accept, roll back, emit.
+
+Plain decoding is the same round without drafts: the trunk runs over the last token alone, and the
+next one is drawn from the only row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from collections.abc import Sequence as Sequence_
+from contextlib import contextmanager
+from time import perf_counter
+
+import mlx.core as mx
+
+from .distribution import SparseDistribution
+from .drafters import Draft, Proposal
+from .metrics import Stats
+from .sequence import Sequence
+from .verify import verify
+
+
+class Engine:
+    """Advances sequences by rounds. It holds nothing of them: everything is in ``Sequence``."""
+
+    def __init__(self, vocab_size: int):
+        self.vocab_size = vocab_size
+
+    def step(self, sequences: Sequence_[Sequence]) -> None:
+        """One round of every sequence that is not finished; each emits at least one token.
+
+        A sequence's output does not depend on which others are in the list. If drafting, the
+        forward or the verification is interrupted or fails, the sequence is as it was before.
+        """
+        for sequence in sequences:
+            if sequence.finish_reason is None:
+                self._prefill(sequence)
+                self._round(sequence)
+
+    def _prefill(self, sequence: Sequence) -> None:
+        missing = sequence.tokens[sequence.state.length : -1]
+        if not missing:
+            return
+        with _timed(sequence.stats, "prefill_seconds"):
+            for hidden in sequence.state.prefill(missing):
+                sequence.drafter.observe([], hidden if sequence.drafter.needs_hidden else None)
+
+    def _round(self, sequence: Sequence) -> None:
+        stats, state, start = sequence.stats, sequence.state, len(sequence.tokens)
+        with _timed(stats, "draft_seconds"):
+            draft = self._draft(sequence, min(sequence.depth, sequence.remaining - 1))
+        mark = state.mark(len(draft.tokens) + 1)
+        try:
+            with _timed(stats, "forward_seconds"):
+                hidden, logits = state.forward([sequence.tokens[-1], *draft.tokens])
+                mx.eval(logits)
+            with _timed(stats, "other_seconds"):
+                p_rows = sequence.history.laws(logits, draft.tokens)
+                verdict = verify(
+                    sequence.rule,
+                    p_rows,
+                    draft.q_rows,
+                    draft.tokens,
+                    sequence.draws,
+                    start=start,
+                    eos_ids=sequence.eos_ids,
+                )
+        except BaseException:
+            state.restore(mark)
+            raise
+        with _timed(stats, "other_seconds"):
+            following = [] if verdict.next_token is None else [verdict.next_token]
+            emitted = draft.tokens[: verdict.accepted] + following
+            taken = sequence.commit(emitted, verdict.accepted)
+            state.rollback(mark, sequence.tokens[start - 1 : start - 1 + taken])
+            known = hidden[:taken] if hidden is not None and sequence.drafter.needs_hidden else None
+            sequence.drafter.observe(emitted[:taken], known)
+            stats.count_round(len(draft.tokens), min(verdict.accepted, taken))
+
+    def _draft(self, sequence: Sequence, depth: int) -> Draft:
+        """A draft block that ends at its first end-of-sequence token."""
+        start = len(sequence.tokens)
+
+        def draw(offset: int, q: SparseDistribution) -> int:
+            if sequence.rule == "coupled":
+                return sequence.draws.race(start + offset, q)
+            return sequence.draws.draft(start, offset, q)
+
+        proposal = Proposal(sequence.history.law_after, draw, self.vocab_size)
+        draft = sequence.drafter.propose(depth, proposal)
+        for i, token in enumerate(draft.tokens):
+            if token in sequence.eos_ids:
+                return Draft(draft.tokens[: i + 1], draft.q_rows[: i + 1])
+        return draft
+
+
+@contextmanager
+def _timed(stats: Stats, name: str) -> Iterator[None]:
+    """Add the seconds spent inside to a counter of ``stats``."""
+    begin = perf_counter()
+    try:
+        yield
+    finally:
+        setattr(stats, name, getattr(stats, name) + perf_counter() - begin)

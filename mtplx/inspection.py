@@ -1,0 +1,113 @@
+"""What ``mtplx inspect`` shows: a model's facts, read from headers without building the model."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mtplx import checkpoint, fetch, gguf, gguf_llama, tokenizer
+from mtplx.checkpoint import Checkpoint
+from mtplx.fetch import DEFAULT_MODEL
+from mtplx.load import check_supported, describe_run, resolve_weights
+
+
+@dataclass(frozen=True)
+class ModelInfo:
+    """Facts about a model on disk; None where the model does not say."""
+
+    source: str
+    path: str
+    format: str  # "gguf" or "safetensors"
+    architecture: str
+    layers: int | None
+    hidden_size: int | None
+    heads: int | None
+    kv_heads: int | None
+    vocab_size: int | None
+    context: int | None  # tokens
+    parameters: int  # weights, tied ones once
+    quantisation: Mapping[str, str]  # stored type by group of tensors
+    file_bytes: int
+    tied_embeddings: bool
+    mtp: str  # "none", "tensors in the model", "sidecar mtp.safetensors"
+    chat_template: bool
+    runs: str  # what load() would compute with on this device
+
+    def to_dict(self) -> dict[str, Any]:
+        """The same as plain JSON values."""
+        return dataclasses.asdict(self) | {"quantisation": dict(self.quantisation)}
+
+
+def inspect(model: str | Path = DEFAULT_MODEL) -> ModelInfo:
+    """Checks and describes a model: a known name (already pulled), a directory or a ``.gguf``.
+
+    Nothing is downloaded and no weights are read. Raises what ``load`` raises for a model that
+    cannot be loaded, except for errors that only show in the weights.
+    """
+    path = fetch.resolve(model, download=False)
+    if path.is_dir():
+        return _directory(str(model), checkpoint.read_checkpoint(path))
+    return _gguf(str(model), gguf.read_header(path))
+
+
+def _gguf(source: str, file: gguf.GgufFile) -> ModelInfo:
+    config = gguf_llama.config(file)
+    named = gguf_llama.name_tensors(file, config)
+    stored = gguf_llama.quantisation(file)
+    return _info(
+        config,
+        source=source,
+        path=str(file.path),
+        format="gguf",
+        parameters=sum(t.count for t in named.values()),
+        quantisation=stored,
+        file_bytes=file.size,
+        tied_embeddings=config["tie_word_embeddings"],
+        mtp="none",
+        chat_template=isinstance(file.metadata.get("tokenizer.chat_template"), str),
+        runs=describe_run(resolve_weights("auto"), stored),
+    )
+
+
+def _directory(source: str, found: Checkpoint) -> ModelInfo:
+    check_supported(found)
+    text = tokenizer.from_directory(found.path, found.config)
+    config = dict(found.text_config)
+    stored = found.quantisation()
+    sidecar = (found.path / checkpoint.SIDECAR).is_file()
+    inside = checkpoint.has_mtp_tensors(found)
+    tied = config.get("tie_word_embeddings", found.config.get("tie_word_embeddings"))
+    return _info(
+        config | {"model_type": found.config["model_type"]},
+        source=source,
+        path=str(found.path),
+        format="safetensors",
+        parameters=found.parameters(),
+        quantisation=stored,
+        file_bytes=sum(f.stat().st_size for f in found.files),
+        tied_embeddings=bool(tied) if tied is not None else "output" not in stored,
+        mtp=f"sidecar {checkpoint.SIDECAR}"
+        if sidecar
+        else "tensors in the model"
+        if inside
+        else "none",
+        chat_template=text.has_chat_template,
+        runs=describe_run(resolve_weights("auto"), stored),
+    )
+
+
+def _info(config: Mapping[str, Any], **known: Any) -> ModelInfo:
+    heads = config.get("num_attention_heads")
+    return ModelInfo(
+        architecture=config["model_type"],
+        layers=config.get("num_hidden_layers"),
+        hidden_size=config.get("hidden_size"),
+        heads=heads,
+        kv_heads=config.get("num_key_value_heads", heads),
+        vocab_size=config.get("vocab_size"),
+        context=config.get("max_position_embeddings"),
+        **known,
+    )

@@ -1,0 +1,291 @@
+"""A name or a path -> ``Bundle``: the trunk, its tokenizer and where they came from."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property, partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mtplx import fetch, gguf, gguf_llama, tokenizer
+from mtplx.checkpoint import Checkpoint, read_checkpoint
+from mtplx.errors import ModelError, ModelFileError
+from mtplx.fetch import DEFAULT_MODEL
+
+if TYPE_CHECKING:
+    import mlx.core as mx
+    import mlx.nn as nn
+
+WEIGHTS = ("auto", "packed", "float32")
+
+
+@dataclass(frozen=True)
+class Provenance:
+    """Where a model came from and in what form it runs."""
+
+    source: str  # the name or path that was asked for
+    path: Path  # the file or directory that was read
+    files: tuple[Path, ...]  # weight files
+    architecture: str  # mlx-lm's model_type
+    quantisation: str  # as stored, e.g. "Q4_1 layers, Q8_0 embedding, F32 norms"
+    runs: str  # e.g. "float32, dequantised"
+    parameters: int  # number of weights, tied ones once
+    config: Mapping[str, Any] = field(repr=False)
+
+    @cached_property
+    def sha256(self) -> dict[str, str]:
+        """sha256 of every weight file by file name; read on first use (0.1 s per 100 MB)."""
+        return {f.name: file_sha256(f) for f in self.files}
+
+
+@dataclass(frozen=True)
+class Bundle:
+    """A loaded model. ``trunk`` is an ``mlx_lm.models.<type>.Model``; ``head`` an MTP head or None."""
+
+    trunk: nn.Module
+    head: Any
+    tokenizer: tokenizer.Tokenizer
+    provenance: Provenance
+
+
+def file_sha256(path: Path) -> str:
+    """The sha256 of a file, hexadecimal."""
+    with path.open("rb") as f:
+        return hashlib.file_digest(f, "sha256").hexdigest()
+
+
+def load(model: str | Path = DEFAULT_MODEL, *, weights: str = "auto", head: Any = None) -> Bundle:
+    """Loads a model: the default's name, an mlx-lm directory (safetensors), or a llama ``.gguf``.
+
+    ``weights``: "packed" keeps them as stored, "float32" dequantises and widens, "auto" is
+    float32 where the default device is a CPU (MLX's packed and 16-bit products are slow there)
+    and packed elsewhere. A known name that is not in the cache is downloaded first. ``head`` is
+    passed through. No code that comes with a model is ever run.
+
+    Raises ``ModelError`` (unknown name, unsupported model), ``ModelFileError`` (naming file and
+    tensor), ``FetchError``, and ``ValueError`` for another ``weights``.
+    """
+    if weights not in WEIGHTS:
+        raise ValueError(f"weights is {weights!r}, not one of {', '.join(WEIGHTS)}")
+    path = fetch.resolve(model)
+    form = resolve_weights(weights)
+    if path.is_dir():
+        return _load_directory(str(model), read_checkpoint(path), form, head)
+    return _load_gguf(str(model), gguf.read_header(path), form, head)
+
+
+def resolve_weights(weights: str) -> str:
+    """What "auto" means on the device that MLX uses by default now."""
+    if weights != "auto":
+        return weights
+    import mlx.core as mx
+
+    return "float32" if mx.default_device().type == mx.DeviceType.cpu else "packed"
+
+
+def _load_gguf(source: str, file: gguf.GgufFile, form: str, head: Any) -> Bundle:
+    import mlx.core as mx
+    from mlx_lm.models import llama
+
+    config = gguf_llama.config(file)
+    factors = gguf_llama.rope_factors(file, config)
+    text = tokenizer.from_gguf(file, config["vocab_size"])
+    model = llama.Model(llama.ModelArgs.from_dict(config))
+    arrays: dict[str, mx.array] = {}
+    for name, parts in gguf_llama.load_arrays(file, config, form):
+        stem, _, kind = name.rpartition(".")
+        for suffix, values in parts.items():
+            array = mx.array(values)
+            bfloat16 = values.dtype == "uint16"
+            arrays[f"{stem}.{kind if suffix == 'weight' else suffix}"] = (
+                array.view(mx.bfloat16) if bfloat16 else array
+            )
+    if form == "packed":
+        config["quantization"] = _quantise(model, arrays)
+    if factors is not None:
+        _set_rope_factors(model, config, mx.array(factors))
+    model.eval()
+    _load_weights(model, list(arrays.items()), path=file.path)
+    mx.eval(model.parameters())
+    provenance = Provenance(
+        source, file.path, (file.path,), "llama", gguf_llama.describe(file),
+        describe_run(form, gguf_llama.quantisation(file)),
+        sum(t.count for n, t in file.tensors.items() if n != gguf_llama.ROPE_FACTORS), config,
+    )  # fmt: skip
+    return Bundle(model, head, text, provenance)
+
+
+def _quantise(model: nn.Module, arrays: Mapping[str, mx.array]) -> dict[str, Any]:
+    """Makes the modules with stored scales quantised ones; returns mlx-lm's config entry for it."""
+    import mlx.nn as nn
+
+    table: dict[str, Any] = {"group_size": gguf.GROUP_SIZE, "bits": 4}
+
+    def choose(path: str, module: nn.Module) -> bool | dict[str, int]:
+        scales = arrays.get(f"{path}.scales")
+        if scales is None:
+            return False
+        words = arrays[f"{path}.weight"].shape[-1]
+        bits = words * 32 // (scales.shape[-1] * gguf.GROUP_SIZE)
+        table[path] = {"group_size": gguf.GROUP_SIZE, "bits": bits}
+        return dict(table[path])
+
+    nn.quantize(model, class_predicate=choose)
+    return table
+
+
+def _set_rope_factors(model: nn.Module, config: dict[str, Any], factors: mx.array) -> None:
+    """Divides each rotary frequency by its factor, as Llama 3's scaling does.
+
+    The file holds the factors but not the formula's parameters, so the module's periods are set.
+    """
+    import mlx.core as mx
+    from mlx_lm.models.rope_utils import Llama3RoPE
+
+    dims, base = config["head_dim"], config["rope_theta"]
+    rope = Llama3RoPE(dims, base=base, scaling_config={"factor": 1.0})
+    rope._freqs = base ** (mx.arange(0, dims, 2) / dims) * factors
+    for layer in model.layers:
+        layer.self_attn.rope = rope
+    config["rope_scaling"] = {"rope_type": "llama3", "factors": gguf_llama.ROPE_FACTORS}
+
+
+def _load_directory(source: str, checkpoint: Checkpoint, form: str, head: Any) -> Bundle:
+    import mlx.core as mx
+    from mlx.utils import tree_flatten
+    from mlx_lm.utils import get_total_parameters, load_model
+
+    check_supported(checkpoint)
+    text = tokenizer.from_directory(checkpoint.path, checkpoint.config)
+    try:
+        model, config = load_model(
+            checkpoint.path, lazy=True, get_model_classes=partial(_checked_classes, checkpoint)
+        )
+    except ModelError:
+        raise
+    except Exception as e:  # model classes fail in any way on a configuration that is not theirs
+        raise ModelFileError(
+            f"{checkpoint.path}: {checkpoint.config['model_type']} model cannot be built from its "
+            f"config.json and weights ({type(e).__name__}: {e})", path=checkpoint.path,
+        ) from e  # fmt: skip
+    del model.load_weights  # the check set by _checked_classes
+    parameters = get_total_parameters(model)
+    if form == "float32":
+        _to_float32(model)
+    mx.eval([v for _, v in tree_flatten(model.parameters())])
+    provenance = Provenance(
+        source, checkpoint.path, checkpoint.files, checkpoint.config["model_type"],
+        checkpoint.describe(), describe_run(form, checkpoint.quantisation()), parameters, config,
+    )  # fmt: skip
+    return Bundle(model, head, text, provenance)
+
+
+def check_supported(checkpoint: Checkpoint) -> None:
+    """Raises ``ModelError`` unless mlx-lm itself has a class for the configuration."""
+    from mlx_lm.utils import _get_classes
+
+    try:
+        _get_classes(dict(checkpoint.config))
+    except (ValueError, AttributeError) as e:
+        code = checkpoint.config.get("auto_map")
+        why = " (it brings code of its own, auto_map, which mtplx never runs)" if code else ""
+        raise ModelError(
+            f"{checkpoint.path}: mlx-lm has no model type {checkpoint.config['model_type']!r}{why}"
+        ) from e
+
+
+def _checked_classes(checkpoint: Checkpoint, config: dict[str, Any]) -> tuple[Any, Any]:
+    """mlx-lm's hook: its own classes, with this instance's weights compared before they go in."""
+    from mlx_lm.utils import _get_classes
+
+    model_class, args_class = _get_classes(config)
+
+    def build(args: Any) -> nn.Module:
+        model = model_class(args)
+        original = model.load_weights
+
+        def load_weights(items: list[tuple[str, mx.array]], strict: bool = True) -> nn.Module:
+            return _load_weights(model, items, checkpoint=checkpoint, into=original)
+
+        model.load_weights = load_weights
+        return model
+
+    return build, args_class
+
+
+def _load_weights(
+    model: nn.Module,
+    items: list[tuple[str, mx.array]],
+    *,
+    path: Path | None = None,
+    checkpoint: Checkpoint | None = None,
+    into: Any = None,
+) -> nn.Module:
+    """Strict ``load_weights``: names, shapes and kinds equal the model's, or ``ModelFileError``."""
+    import mlx.core as mx
+    from mlx.utils import tree_flatten
+
+    def fail(name: str, what: str) -> ModelFileError:
+        stored = checkpoint.tensors.get(name) if checkpoint else None
+        where = stored.file if stored else path or (checkpoint.path if checkpoint else None)
+        return ModelFileError(f"{where}: tensor {name!r} {what}", path=where, tensor=name)
+
+    expected, given = dict(tree_flatten(model.parameters())), dict(items)
+    for name in sorted(given.keys() - expected.keys()):
+        raise fail(name, "is extra: the model has no such parameter")
+    for name in sorted(expected.keys() - given.keys()):
+        raise fail(name, "is missing")
+    for name, array in given.items():
+        if array.shape != expected[name].shape:
+            raise fail(name, f"has the shape {array.shape}, expected {expected[name].shape}")
+        if mx.issubdtype(array.dtype, mx.floating) != mx.issubdtype(
+            expected[name].dtype, mx.floating
+        ):
+            raise fail(name, f"is of type {array.dtype}, expected {expected[name].dtype}")
+    return (into or model.load_weights)(items, strict=True)
+
+
+def _to_float32(model: nn.Module) -> None:
+    """Replaces packed modules by plain ones and widens 16-bit parameters, in place and lazily."""
+    import mlx.core as mx
+    import mlx.nn as nn
+    from mlx.utils import tree_unflatten
+    from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
+
+    plain = {nn.QuantizedLinear: nn.Linear, nn.QuantizedEmbedding: nn.Embedding,
+             QuantizedSwitchLinear: SwitchLinear}  # fmt: skip
+    replaced = []
+    for name, module in model.named_modules():
+        target = plain.get(type(module))
+        if target is None:
+            if hasattr(module, "scales") and hasattr(module, "bits"):
+                raise ModelError(
+                    f"{name} ({type(module).__name__}) has no float32 form: load it packed"
+                )
+            continue
+        affine = module.mode == "affine"  # other modes keep 8-bit scales of their own
+        scales = module.scales.astype(mx.float32) if affine else module.scales
+        biases = module.biases.astype(mx.float32) if affine else None
+        weight = mx.dequantize(module.weight, scales, biases, group_size=module.group_size,
+                               bits=module.bits, mode=module.mode)  # fmt: skip
+        new = target.__new__(target)
+        nn.Module.__init__(new)
+        new.weight = weight.astype(mx.float32)
+        if "bias" in module:
+            new.bias = module.bias
+        replaced.append((name, new))
+    model.update_modules(tree_unflatten(replaced))
+    model.set_dtype(mx.float32)
+    model.eval()
+
+
+def describe_run(form: str, stored: Mapping[str, str]) -> str:
+    """What computes, given the ``weights`` form and the stored types by group of tensors."""
+    kind = stored.get("layers", "F32")
+    floats = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+    if form == "packed":
+        return f"{floats.get(kind, kind + ' packed')}, as stored"
+    how = "dequantised" if kind not in floats else "as stored" if kind == "F32" else "widened"
+    return f"float32, {how}"

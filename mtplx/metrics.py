@@ -1,0 +1,68 @@
+"""Counters of one request, each with its definition."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass
+class Stats:
+    """What one request did.
+
+    prompt_tokens: tokens of the prompt.
+    tokens: tokens emitted, the end-of-sequence token included, up to where the output was cut.
+    rounds: forwards of the trunk after the prompt; each emits at least one token.
+    drafted[i]: rounds in which at least i + 1 tokens were drafted.
+    accepted[i]: rounds in which the first i + 1 drafts were kept and emitted.
+    prefill_seconds: running the prompt, all but its last token.
+    draft_seconds, forward_seconds, other_seconds: drafting, the verify forwards, and everything
+    else of a round (law, verification, rollback, text).
+    drafter, rule, depth: what was used; depth is the most tokens drafted in a round.
+    """
+
+    drafter: str
+    rule: str
+    depth: int
+    prompt_tokens: int = 0
+    tokens: int = 0
+    rounds: int = 0
+    drafted: list[int] = field(default_factory=list)
+    accepted: list[int] = field(default_factory=list)
+    prefill_seconds: float = 0.0
+    draft_seconds: float = 0.0
+    forward_seconds: float = 0.0
+    other_seconds: float = 0.0
+
+    def count_round(self, drafted: int, accepted: int) -> None:
+        """Note one round: how many tokens were drafted, how many of them were emitted."""
+        self.rounds += 1
+        for counts, upto in ((self.drafted, drafted), (self.accepted, accepted)):
+            counts.extend([0] * (drafted - len(counts)))
+            for i in range(upto):
+                counts[i] += 1
+
+    @property
+    def decode_seconds(self) -> float:
+        """All rounds: drafting, forwards and the rest; the prompt is not in it."""
+        return self.draft_seconds + self.forward_seconds + self.other_seconds
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Tokens emitted per second of ``decode_seconds``."""
+        return self.tokens / self.decode_seconds if self.decode_seconds else 0.0
+
+    @property
+    def acceptance_length(self) -> float:
+        """Tokens emitted per round, recovered or bonus token included; 1.0 is plain decoding."""
+        return self.tokens / self.rounds if self.rounds else 0.0
+
+    @property
+    def acceptance_by_position(self) -> list[float]:
+        """accepted[i] / drafted[i]: how often draft i + 1 was kept, of the rounds that had one."""
+        return [a / d for a, d in zip(self.accepted, self.drafted, strict=True)]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Every counter and derived figure, ready for JSON."""
+        derived = ("tokens_per_second", "acceptance_length", "acceptance_by_position")
+        return {**vars(self), **{name: getattr(self, name) for name in derived}}

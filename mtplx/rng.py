@@ -1,0 +1,161 @@
+"""Counter-based randomness: a draw is a function of its key, and nothing is carried along.
+
+A request's draws depend on its seed and on positions only, never on batch shape, other requests,
+draft source or timing. Each purpose has its own domain, so noise that decided one thing never
+decides another:
+
+| domain   | key                                                                    |
+|----------|------------------------------------------------------------------------|
+| RACE     | seed, absolute position, token id                                      |
+| DRAFT    | seed, stream, position of the round's first token, offset, token id    |
+| ACCEPT   | seed, stream, position of the round's first token, offset              |
+| RESIDUAL | seed, stream, position of the emitted token, token id                  |
+| BONUS    | seed, stream, position of the emitted token, token id                  |
+
+RACE is shared, on purpose, by plain decoding and the coupled rule. A position may be drafted again
+in a later round; the round's first position never recurs, so a DRAFT or ACCEPT key never does.
+
+Random words are Threefry-2x32 with 20 rounds (Salmon, Moraes, Dror, Shaw 2011, "Parallel random
+numbers: as easy as 1, 2, 3"), which needs only 32-bit addition, rotation and exclusive or: the
+code below runs on NumPy and on MLX arrays alike and gives the same words, bit for bit.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntEnum
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .distribution import Distribution, Floats, Ids, SparseDistribution
+
+Key = tuple[int, int]
+
+_ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
+_PARITY = 0x1BD11BDA
+_WORD = 0xFFFFFFFF
+
+
+class Domain(IntEnum):
+    """What a draw decides."""
+
+    RACE = 1
+    DRAFT = 2
+    ACCEPT = 3
+    RESIDUAL = 4
+    BONUS = 5
+
+
+def threefry2x32(key: Key, counter0: Any, counter1: Any) -> tuple[Any, Any]:
+    """Two random words for each pair of counter words.
+
+    key: two Python ints below 2^32. counter0, counter1: uint32 arrays of one shape, NumPy's or
+    MLX's, not zero-dimensional. Returns two uint32 arrays of that kind and shape.
+    """
+    keys = (key[0], key[1], key[0] ^ key[1] ^ _PARITY)
+    x0, x1 = counter0 + keys[0], counter1 + keys[1]
+    for block in range(5):
+        for rotation in _ROTATIONS[block % 2]:
+            x0 = x0 + x1
+            x1 = ((x1 << rotation) | (x1 >> (32 - rotation))) ^ x0
+        x0 = x0 + keys[(block + 1) % 3]
+        x1 = x1 + ((keys[(block + 2) % 3] + block + 1) & _WORD)
+    return x0, x1
+
+
+def _fold(key: Key, high: int, low: int) -> Key:
+    words = threefry2x32(key, np.array([high], np.uint32), np.array([low], np.uint32))
+    return int(words[0][0]), int(words[1][0])
+
+
+@lru_cache(maxsize=4096)
+def derive_key(domain: Domain, seed: int, stream: int = 0, offset: int = 0) -> Key:
+    """The Threefry key of a domain; the counter is then (token id, position).
+
+    seed, stream: in [0, 2^64).  offset: in [0, 2^32), the place in the block (DRAFT, ACCEPT).
+    """
+    for name, value, bits in (("seed", seed, 64), ("stream", stream, 64), ("offset", offset, 32)):
+        if not 0 <= value < 1 << bits:
+            raise ValueError(f"{name} must be an integer in [0, 2^{bits}), not {value!r}")
+    key = _fold((seed >> 32, seed & _WORD), int(domain), offset)
+    return _fold(key, stream >> 32, stream & _WORD)
+
+
+def uniforms(key: Key, position: int, token_ids: NDArray[np.integer]) -> Floats:
+    """Uniforms in (0, 1), one a token id: (k + 1/2) 2^-52, k the top 52 bits of two words."""
+    counter = token_ids.astype(np.uint32)
+    first, second = threefry2x32(key, counter, np.full_like(counter, position))
+    k = (first.astype(np.uint64) << np.uint64(20)) | (second >> np.uint32(12))
+    return (k.astype(np.float64) + 0.5) * 2.0**-52
+
+
+def exponentials(key: Key, position: int, token_ids: NDArray[np.integer]) -> Floats:
+    """Exp(1) noise, one a token id: -log(1 - u)."""
+    return -np.log1p(-uniforms(key, position, token_ids))
+
+
+def support(distribution: Distribution) -> tuple[Ids, Floats]:
+    """Ids of positive probability, ascending, and their probabilities."""
+    if isinstance(distribution, SparseDistribution):
+        ids, probs = distribution.token_ids, distribution.probs
+        if ids.size > 1 and not (ids[1:] > ids[:-1]).all():
+            order = np.argsort(ids, kind="stable")
+            ids, probs = ids[order], probs[order]
+    else:
+        probs = np.asarray(distribution, dtype=np.float64)
+        ids = np.arange(probs.size)
+    keep = probs > 0
+    return (ids, probs) if keep.all() else (ids[keep], probs[keep])
+
+
+def race(key: Key, position: int, distribution: Distribution) -> int:
+    """The winner of an exponential race: argmin over the support of E(token) / p(token).
+
+    It follows the distribution, since the minimum of Exp(p) clocks is token v with probability
+    p(v); two laws raced under one key agree as often as that noise allows (Daliri, Musco,
+    Suresh 2024, arXiv 2408.07978). Ties go to the lower id.
+    """
+    ids, probs = support(distribution)
+    if ids.size == 1:
+        return int(ids[0])
+    return int(ids[np.argmin(exponentials(key, position, ids) / probs)])
+
+
+@dataclass(frozen=True)
+class Draws:
+    """Every random decision of one request; see the module's table of keys.
+
+    seed, stream: integers in [0, 2^64). Positions are absolute: the first prompt token is 0.
+    """
+
+    seed: int
+    stream: int = 0
+
+    def __post_init__(self) -> None:
+        """Check the seed now rather than at the first draw."""
+        derive_key(Domain.RACE, self.seed)
+        derive_key(Domain.BONUS, self.seed, self.stream)
+
+    def race(self, position: int, law: Distribution) -> int:
+        """The token of plain decoding and of the coupled rule."""
+        return race(derive_key(Domain.RACE, self.seed), position, law)
+
+    def draft(self, start: int, offset: int, q: Distribution) -> int:
+        """A draft token; ``start`` is the round's first position."""
+        return race(derive_key(Domain.DRAFT, self.seed, self.stream, offset), start, q)
+
+    def accept(self, start: int, offset: int) -> float:
+        """The uniform in (0, 1) that judges the draft token at ``offset``."""
+        key = derive_key(Domain.ACCEPT, self.seed, self.stream, offset)
+        return float(uniforms(key, start, np.zeros(1, np.uint32))[0])
+
+    def residual(self, position: int, law: Distribution) -> int:
+        """The token recovered at the first rejection."""
+        return race(derive_key(Domain.RESIDUAL, self.seed, self.stream), position, law)
+
+    def bonus(self, position: int, law: Distribution) -> int:
+        """The token after a block that was kept whole."""
+        return race(derive_key(Domain.BONUS, self.seed, self.stream), position, law)

@@ -1,0 +1,117 @@
+"""A request, and the sequence that grows out of it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence as Sequence_
+from dataclasses import dataclass, field
+
+import mlx.core as mx
+
+from .distribution import SparseDistribution
+from .drafters import Drafter
+from .fast_sampling import sparse_distributions_from_mlx_logits
+from .metrics import Stats
+from .rng import Draws
+from .sampler_config import SamplerConfig
+from .state import State
+from .text import Segment, TextOutput
+
+
+class History:
+    """What the law of the next token depends on besides the logits: prompt and output so far."""
+
+    def __init__(self, config: SamplerConfig, prompt: Sequence_[int]):
+        self.config = config
+        self.prompt = prompt
+        self.counts: Counter[int] = Counter()
+        self._depends = bool(config.presence_penalty or config.frequency_penalty) or (
+            config.repetition_penalty != 1.0
+        )
+
+    def laws(self, logits: mx.array, drafts: Sequence_[int]) -> list[SparseDistribution]:
+        """The law of each row of ``logits`` (len(drafts) + 1, vocab); row i follows i drafts."""
+        counts = None
+        if self._depends:
+            counts = [self.counts + Counter(drafts[:i]) for i in range(len(drafts) + 1)]
+        return sparse_distributions_from_mlx_logits(
+            logits, self.config, token_counts=counts, prompt_ids=self.prompt
+        )
+
+    def law_after(self, logits: mx.array, drafts: Sequence_[int]) -> SparseDistribution:
+        """The law of one row, (vocab,), that follows all of ``drafts``."""
+        counts = [self.counts + Counter(drafts)] if self._depends else None
+        return sparse_distributions_from_mlx_logits(
+            logits[None], self.config, token_counts=counts, prompt_ids=self.prompt
+        )[0]
+
+
+@dataclass
+class Sequence:
+    """One sequence in the engine.
+
+    tokens: prompt and output, in order; the state holds all of them but the last.
+    finish_reason: None while it runs, then "stop" or "length".
+    """
+
+    tokens: list[int]
+    prompt_length: int
+    max_tokens: int
+    state: State
+    drafter: Drafter
+    history: History
+    draws: Draws
+    rule: str
+    depth: int
+    eos_ids: frozenset[int]
+    output: TextOutput
+    stats: Stats
+    finish_reason: str | None = None
+    segments: list[Segment] = field(default_factory=list)
+
+    @property
+    def remaining(self) -> int:
+        """How many tokens may still be emitted."""
+        return self.max_tokens - (len(self.tokens) - self.prompt_length)
+
+    @property
+    def token_ids(self) -> list[int]:
+        """The output: cut where its text is cut."""
+        return self.tokens[self.prompt_length :][: self.output.kept_tokens()]
+
+    def commit(self, emitted: Sequence_[int], accepted: int) -> int:
+        """Append tokens until one ends the sequence; how many were taken.
+
+        The first ``accepted`` of them came from a draft. The earliest of end-of-sequence token,
+        stop string and ``max_tokens`` ends it; what comes after is not taken.
+        """
+        for i, token in enumerate(emitted):
+            self._append(token, from_draft=i < accepted)
+            if self.finish_reason is not None:
+                return i + 1
+        return len(emitted)
+
+    def take_segments(self) -> list[Segment]:
+        """Text that may be shown and has not been taken yet."""
+        taken, self.segments = self.segments, []
+        return taken
+
+    def _append(self, token: int, *, from_draft: bool) -> None:
+        self.tokens.append(token)
+        self.history.counts[token] += 1
+        if token in self.eos_ids:
+            self.output.skip()
+            self.finish_reason = "stop"
+        else:
+            self.segments += self.output.add(token, from_draft)
+            if self.output.stopped:
+                self.finish_reason = "stop"
+            elif self.remaining == 0:
+                self.finish_reason = "length"
+        if self.finish_reason is not None:
+            self.segments += self.output.finish()
+            if self.output.stopped:
+                self.finish_reason = "stop"
+            self.stats.tokens = len(self.token_ids)
+        else:
+            self.stats.tokens += 1
