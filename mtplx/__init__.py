@@ -16,11 +16,12 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from .api import Chunk, Generation, Options, Stream, generate, stream
+    from .api import Chunk, Generation, Stream, generate, stream
     from .blas import activate as use_blas
     from .errors import MtplxError
     from .fetch import pull
     from .load import Bundle, load
+    from .options import Options
     from .sampler_config import SamplerConfig
 
 # Public name -> the module it lives in, and its name there.
@@ -29,7 +30,7 @@ _PUBLIC = {
     "Chunk": ("api", "Chunk"),
     "Generation": ("api", "Generation"),
     "MtplxError": ("errors", "MtplxError"),
-    "Options": ("api", "Options"),
+    "Options": ("options", "Options"),
     "SamplerConfig": ("sampler_config", "SamplerConfig"),
     "Stream": ("api", "Stream"),
     "generate": ("api", "generate"),

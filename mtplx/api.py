@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from . import engine
@@ -14,72 +14,18 @@ from .families import family_of
 from .load import Bundle
 from .metrics import Stats
 from .mtp_patch import attach_head
+from .options import Options
 from .rng import Draws
-from .sampler_config import SamplerConfig
 from .sequence import History
 from .sequence import Sequence as EngineSequence
 from .state import State
 from .text import Segment, TextOutput
-from .verify import RULES
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
 
-DRAFTERS = ("auto", "mtp", "ngram", "none")
 DEFAULT_DEPTH = {"mtp": 3, "ngram": 10, "none": 0}
 # JSON readers that know only doubles keep integers below 2^53 exact.
 _SEED_BITS = 53
-
-
-@dataclass(frozen=True)
-class Options:
-    """How to generate; ``ValueError`` (``RequestError``) names a field that is wrong.
-
-    sampling: the law.  max_tokens: at most so many tokens, >= 1; the end-of-sequence token counts.
-    seed: in [0, 2^64); drawn and reported if None.  stop: strings that end the output and are
-    not shown.  draft: where drafts come from, of ``DRAFTERS``; "auto" is the model's own MTP head
-    if it has one, else n-grams.  depth: most tokens drafted a round; None is the drafter's default.
-    verify: of ``verify.RULES``; None is "coupled" (the same text with and without drafts) where a
-    seed is given, else "token".  chat: put a plain string through the model's chat template.
-    """
-
-    sampling: SamplerConfig = field(default_factory=SamplerConfig)
-    max_tokens: int = 256
-    seed: int | None = None
-    stop: Sequence[str] = ()
-    draft: str = "auto"
-    depth: int | None = None
-    verify: str | None = None
-    chat: bool = True
-
-    def __post_init__(self) -> None:
-        """Check every field."""
-        if not isinstance(self.sampling, SamplerConfig):
-            raise RequestError(f"sampling must be a SamplerConfig, not {self.sampling!r}")
-        _check_integer("max_tokens", self.max_tokens, 1)
-        if self.seed is not None:
-            _check_integer("seed", self.seed, 0, 2**64 - 1)
-        if self.depth is not None:
-            _check_integer("depth", self.depth, 0, 64)
-        if isinstance(self.stop, str):
-            object.__setattr__(self, "stop", (self.stop,))
-        if any(not isinstance(stop, str) or not stop for stop in self.stop):
-            raise RequestError(f"stop must be non-empty strings, not {self.stop!r}")
-        _check_choice("draft", self.draft, DRAFTERS)
-        if self.verify is not None:
-            _check_choice("verify", self.verify, sorted(RULES))
-
-
-def _check_integer(name: str, value: Any, low: int, high: int | None = None) -> None:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise RequestError(f"{name} must be an integer, not {value!r}")
-    if value < low or (high is not None and value > high):
-        limit = f">= {low}" if high is None else f"in [{low}, {high}]"
-        raise RequestError(f"{name} must be {limit}, not {value}")
-
-
-def _check_choice(name: str, value: str, choices: Sequence[str]) -> None:
-    if value not in choices:
-        raise RequestError(f"{name} must be one of {', '.join(choices)}, not {value!r}")
 
 
 @dataclass(frozen=True)
@@ -163,26 +109,32 @@ def encode_prompt(bundle: Bundle, prompt: Prompt, *, chat: bool = True) -> list[
         if chat and tokenizer.has_chat_template:
             return tokenizer.apply_chat_template([{"role": "user", "content": prompt}])
         return tokenizer.encode(prompt)
-    items = list(prompt)
+    items: list[Any] = list(prompt)
     if items and all(isinstance(item, Mapping) for item in items):
         return tokenizer.apply_chat_template(items)
     vocab = vocab_size(bundle)
     for item in items:
         if isinstance(item, bool) or not isinstance(item, int) or not 0 <= item < vocab:
             raise RequestError(f"the prompt has {item!r}, which is no token id in [0, {vocab})")
-    return [int(item) for item in items]
+    return items
 
 
 def vocab_size(bundle: Bundle) -> int:
     """How many logits the trunk has."""
-    return int(bundle.provenance.config["vocab_size"])
+    return int(_configured(bundle, "vocab_size"))
+
+
+def _configured(bundle: Bundle, name: str) -> Any:
+    """An entry of config.json, which some families keep under ``text_config``; None if absent."""
+    config = bundle.provenance.config
+    return config.get(name, (config.get("text_config") or {}).get(name))
 
 
 def _room(bundle: Bundle, prompt: Sequence[int], max_tokens: int) -> int:
     """``max_tokens``, or less where the model's context ends first."""
     if not prompt:
         raise RequestError("the prompt is empty")
-    context = bundle.provenance.config.get("max_position_embeddings")
+    context = _configured(bundle, "max_position_embeddings")
     if not context:
         return max_tokens
     if len(prompt) >= context:

@@ -22,7 +22,7 @@ class _Refusal(jinja2.TemplateError):
 class _Generation(Extension):
     """``{% generation %}`` marks the assistant's tokens for training; here only its body counts."""
 
-    tags = {"generation"}
+    tags = frozenset({"generation"})  # type: ignore[assignment]
 
     def parse(self, parser: Any) -> nodes.Node:
         line = next(parser.stream).lineno

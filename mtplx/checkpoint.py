@@ -22,6 +22,11 @@ from mtplx.tokenizer import read_json
 INDEX = "model.safetensors.index.json"
 SIDECAR = "mtp.safetensors"
 _REFUSED = (".bin", ".pt", ".pth", ".npz", ".ckpt", ".pkl")
+GROUP_SIZES, BITS = (16, 32, 64, 128), (2, 3, 4, 5, 6, 8)  # what MLX packs
+_SIZES = (
+    "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
+    "intermediate_size", "vocab_size", "max_position_embeddings",
+)  # fmt: skip
 # Where the families keep their MTP modules (FACTS: native MTP checkpoints).
 _MTP_NAME = re.compile(r"(^|\.)mtp(\.|_)")
 
@@ -128,8 +133,8 @@ def read_checkpoint(path: Path) -> Checkpoint:
     if (path / INDEX).is_file():
         _check_index(path / INDEX, files, tensors)
     checkpoint = Checkpoint(path, config, files, tensors)
-    layers = checkpoint.text_config.get("num_hidden_layers", 1)
-    if not isinstance(layers, int) or not 0 < layers <= len(tensors):
+    layers = checkpoint.text_config.get("num_hidden_layers") or 1
+    if layers > len(tensors):
         raise ModelFileError(
             f"{path / 'config.json'}: num_hidden_layers is {layers!r}, with {len(tensors)} tensors",
             path=path / "config.json",
@@ -143,14 +148,48 @@ def _config(path: Path) -> dict[str, Any]:
     # mlx-lm would import and run this Python file of the model's directory.
     if config.get("model_file") is not None:
         raise ModelError(
-            f"{file}: the model asks to run its own code ({config['model_file']!r}, key model_file);"
-            " mtplx never runs code that comes with a model"
+            f"{file}: the model asks to run code of its own ({config['model_file']!r}, key "
+            "model_file); mtplx never runs code that comes with a model"
         )
     if not re.fullmatch(r"[A-Za-z0-9_.-]{1,64}", str(config.get("model_type", ""))):
         raise ModelFileError(
             f"{file}: model_type is {config.get('model_type')!r}, not a name", path=file
         )
+    names = config.get("architectures") or []
+    if not isinstance(names, (str, list)) or not all(isinstance(n, str) for n in names):
+        raise ModelFileError(f"{file}: architectures is {names!r}, not a list of names", path=file)
+    for part in (config, config.get("text_config") or {}):
+        _check_sizes(file, part)
+    _check_quantisation(file, "quantization", config.get("quantization"))
     return config
+
+
+def _check_quantisation(file: Path, key: str, settings: Any) -> None:
+    """Group sizes and bits, the model's and each module's own, are those MLX can pack."""
+    if settings is None:
+        return
+    if not isinstance(settings, dict):
+        raise ModelFileError(f"{file}: {key} is no object", path=file)
+    for name, allowed in (("group_size", GROUP_SIZES), ("bits", BITS)):
+        if name in settings and settings[name] not in allowed:
+            raise ModelFileError(
+                f"{file}: {key} has {name} {settings[name]!r}, not one of {allowed}", path=file
+            )
+    for path, own in settings.items():
+        if isinstance(own, dict):
+            _check_quantisation(file, f"{key}.{path}", own)
+
+
+def _check_sizes(file: Path, config: Any) -> None:
+    """The sizes every family has are plausible numbers: MLX divides by them in native code."""
+    if not isinstance(config, dict):
+        raise ModelFileError(f"{file}: text_config is no object", path=file)
+    for key in _SIZES:
+        value = config.get(key)
+        if value is not None and (type(value) is not int or not 0 < value < 1 << 31):
+            raise ModelFileError(f"{file}: {key} is {value!r}, not a possible size", path=file)
+    if (config.get("num_attention_heads") or 1) > (config.get("hidden_size") or 1 << 31):
+        raise ModelFileError(f"{file}: more num_attention_heads than hidden_size", path=file)
 
 
 def _weight_files(path: Path) -> tuple[Path, ...]:

@@ -1,4 +1,4 @@
-"""Streams of token ids to text: the pieces add up to ``decode`` of all ids, character for character.
+"""Streams of token ids to text: the pieces add up to ``decode`` of all ids, exactly.
 
 ``tokenizers.decoders.DecodeStream`` is not used: it has no flush, so it loses an incomplete last
 character, and it raises on byte-fallback runs that turn out to be invalid.
@@ -119,8 +119,7 @@ class StreamDetokenizer:
         if _BYTE_TOKEN.match(token):
             self._held.append(token)
             return ""
-        text = self._release() + self._strip(table.decoder.decode([token]))
-        return text
+        return self._release() + self._strip(table.decoder.decode([token]))
 
     def flush(self) -> str:
         """Ends the stream: the text still held back (an incomplete character is U+FFFD)."""

@@ -138,6 +138,8 @@ def inverse_cdf(probs: Distribution, uniform: float) -> int:
         ids = np.arange(weights.size)
         if (weights < 0).any():
             raise ValueError("probs must not be negative")
+        if np.isnan(weights).any():
+            raise NonFiniteLogitsError("probs hold NaN", nan_count=int(np.isnan(weights).sum()))
     ids, weights = ids[weights > 0], weights[weights > 0]
     cumulative = np.cumsum(weights)
     if not cumulative.size or not np.isfinite(cumulative[-1]):

@@ -30,7 +30,8 @@ class Engine:
         """One round of every sequence that is not finished; each emits at least one token.
 
         A sequence's output does not depend on which others are in the list. If drafting, the
-        forward or the verification is interrupted or fails, the sequence is as it was before.
+        forward, the verification or the rollback is interrupted or fails, the sequence is as it
+        was before.
         """
         for sequence in sequences:
             if sequence.finish_reason is None:
@@ -65,17 +66,20 @@ class Engine:
                     start=start,
                     eos_ids=sequence.eos_ids,
                 )
+                following = [] if verdict.next_token is None else [verdict.next_token]
+                emitted = draft.tokens[: verdict.accepted] + following
+                state.rollback(mark, [sequence.tokens[-1], *emitted[:-1]])
         except BaseException:
             state.restore(mark)
             raise
         with _timed(stats, "other_seconds"):
-            following = [] if verdict.next_token is None else [verdict.next_token]
-            emitted = draft.tokens[: verdict.accepted] + following
             taken = sequence.commit(emitted, verdict.accepted)
-            state.rollback(mark, sequence.tokens[start - 1 : start - 1 + taken])
+            if taken < len(emitted):
+                state.rollback(mark, sequence.tokens[start - 1 : start - 1 + taken])
             known = hidden[:taken] if hidden is not None and sequence.drafter.needs_hidden else None
             sequence.drafter.observe(emitted[:taken], known)
-            stats.count_round(len(draft.tokens), min(verdict.accepted, taken))
+            shown = sequence.output.kept_tokens() - (start - sequence.prompt_length)
+            stats.count_round(len(draft.tokens), max(0, min(verdict.accepted, taken, shown)))
 
     def _draft(self, sequence: Sequence, depth: int) -> Draft:
         """A draft block that ends at its first end-of-sequence token."""

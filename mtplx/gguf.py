@@ -72,12 +72,13 @@ class GgufTensor:
 
     @property
     def count(self) -> int:
+        """Number of weights."""
         return math.prod(self.shape)
 
 
 @dataclass(frozen=True)
 class GgufFile:
-    """A checked header. ``metadata`` values are str, int, float, bool, list[str] or NumPy arrays."""
+    """A checked header. ``metadata`` values: str, int, float, bool, list[str], NumPy arrays."""
 
     path: Path
     version: int
@@ -86,7 +87,7 @@ class GgufFile:
     tensors: Mapping[str, GgufTensor]
 
 
-class _Short(Exception):
+class _ShortError(Exception):
     """The bytes read so far end inside the header."""
 
 
@@ -107,7 +108,7 @@ class _Reader:
                 f"the file ends at {self.size}"
             )
         if n > len(self.data) - self.at:
-            raise _Short
+            raise _ShortError
 
     def unpack(self, code: str, what: str) -> Any:
         width = struct.calcsize("<" + code)
@@ -147,7 +148,7 @@ def _texts(r: _Reader, count: int, what: str) -> list[str]:
         raise r.fail(f"corrupt GGUF: string {len(out)} of {what} is not UTF-8") from None
     if at > end:
         if end < r.size:
-            raise _Short
+            raise _ShortError
         raise r.fail(f"truncated or corrupt GGUF: string {len(out)} of {what} runs past the end")
     r.at = at
     return out
@@ -211,7 +212,7 @@ def _alignment(r: _Reader, metadata: Mapping[str, Any]) -> int:
 def _place(
     r: _Reader, entries: list[tuple[str, tuple[int, ...], int, int]], align: int
 ) -> dict[str, GgufTensor]:
-    """Checks names, types and extents; the data section starts at the next multiple of ``align``."""
+    """Checks names, types and extents; the data starts at the next multiple of ``align``."""
     start = -(-r.at // align) * align
     tensors: dict[str, GgufTensor] = {}
     for name, shape, kind, offset in entries:
@@ -282,7 +283,7 @@ def read_header(path: str | Path) -> GgufFile:
                 data += f.read(want - len(data))
                 try:
                     return _parse(_Reader(path, data[:size], size))
-                except _Short:
+                except _ShortError:
                     if len(data) < want:
                         raise ModelFileError(f"{path}: the file shrank", path=path) from None
                     want *= 8

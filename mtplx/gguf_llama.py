@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -115,8 +116,8 @@ def config(file: GgufFile) -> dict[str, Any]:
     vocab = _number(file, "vocab_size", embedding.shape[0])
     if vocab != embedding.shape[0]:
         raise _fail(
-            file, f"tensor 'token_embd.weight' has {embedding.shape[0]} rows, llama.vocab_size is {vocab}",
-            "token_embd.weight",
+            file, f"tensor 'token_embd.weight' has {embedding.shape[0]} rows, llama.vocab_size is "
+            f"{vocab}", "token_embd.weight",
         )  # fmt: skip
     return {
         "model_type": "llama",
@@ -139,22 +140,18 @@ def config(file: GgufFile) -> dict[str, Any]:
 
 
 def mlx_name(file: GgufFile, tensor: GgufTensor) -> str:
-    """The module path and kind of a tensor under mlx-lm: ``("model.layers.0.mlp.up_proj", "weight")``
-    joined by a dot. Raises ``ModelFileError`` for a tensor that llama does not have.
+    """A tensor's name under mlx-lm, e.g. ``model.layers.0.mlp.up_proj.weight``.
+
+    Raises ``ModelFileError`` for a tensor that llama does not have.
     """
     stem, _, kind = tensor.name.rpartition(".")
     if kind in ("weight", "bias"):
         if stem in _TOP_NAMES:
             return f"{_TOP_NAMES[stem]}.{kind}"
         parts = stem.split(".")
-        if (
-            len(parts) == 3
-            and parts[0] == "blk"
-            and parts[1].isdecimal()
-            and parts[2] in _LAYER_NAMES
-        ):
-            if parts[1] == str(int(parts[1])):
-                return f"model.layers.{parts[1]}.{_LAYER_NAMES[parts[2]]}.{kind}"
+        known = len(parts) == 3 and parts[0] == "blk" and parts[2] in _LAYER_NAMES
+        if known and re.fullmatch(r"0|[1-9][0-9]{0,8}", parts[1]):
+            return f"model.layers.{parts[1]}.{_LAYER_NAMES[parts[2]]}.{kind}"
     raise _fail(file, f"tensor {tensor.name!r} is not part of a llama model", tensor.name)
 
 
@@ -166,7 +163,8 @@ def expected_shapes(cfg: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     linear = {
         "self_attn.q_proj": (q, hidden), "self_attn.k_proj": (kv, hidden),
         "self_attn.v_proj": (kv, hidden), "self_attn.o_proj": (hidden, q),
-        "mlp.gate_proj": (mlp, hidden), "mlp.up_proj": (mlp, hidden), "mlp.down_proj": (hidden, mlp),
+        "mlp.gate_proj": (mlp, hidden), "mlp.up_proj": (mlp, hidden),
+        "mlp.down_proj": (hidden, mlp),
     }  # fmt: skip
     out = {"model.embed_tokens.weight": (cfg["vocab_size"], hidden), "model.norm.weight": (hidden,)}
     if not cfg["tie_word_embeddings"]:
@@ -198,8 +196,8 @@ def name_tensors(file: GgufFile, cfg: dict[str, Any]) -> dict[str, GgufTensor]:
             )
         if tensor.shape != expected[name]:
             raise _fail(
-                file, f"tensor {tensor.name!r} has the shape {tensor.shape}, expected {expected[name]}",
-                tensor.name,
+                file, f"tensor {tensor.name!r} has the shape {tensor.shape}, "
+                f"expected {expected[name]}", tensor.name,
             )  # fmt: skip
         if len(tensor.shape) == 1 and tensor.encoding.block != 1:
             raise _fail(
@@ -261,8 +259,10 @@ def rope_factors(file: GgufFile, cfg: dict[str, Any]) -> np.ndarray | None:
     if tensor is None:
         return None
     if tensor.shape != (cfg["head_dim"] // 2,) or tensor.encoding.name != "F32":
-        raise _fail(file, f"tensor {ROPE_FACTORS!r} is {tensor.encoding.name} {tensor.shape}, expected "
-                    f"F32 ({cfg['head_dim'] // 2},)", ROPE_FACTORS)  # fmt: skip
+        raise _fail(
+            file, f"tensor {ROPE_FACTORS!r} is {tensor.encoding.name} {tensor.shape}, expected "
+            f"F32 ({cfg['head_dim'] // 2},)", ROPE_FACTORS,
+        )  # fmt: skip
     factors = decode(file, tensor, read_raw(file, tensor), "float32")["weight"]
     if not (np.isfinite(factors).all() and (factors > 0).all()):
         raise _fail(

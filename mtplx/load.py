@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property, partial
@@ -10,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mtplx import fetch, gguf, gguf_llama, tokenizer
-from mtplx.checkpoint import Checkpoint, read_checkpoint
+from mtplx.checkpoint import BITS, GROUP_SIZES, Checkpoint, read_checkpoint
 from mtplx.errors import ModelError, ModelFileError
 from mtplx.fetch import DEFAULT_MODEL
 
@@ -37,23 +36,17 @@ class Provenance:
     @cached_property
     def sha256(self) -> dict[str, str]:
         """sha256 of every weight file by file name; read on first use (0.1 s per 100 MB)."""
-        return {f.name: file_sha256(f) for f in self.files}
+        return {f.name: fetch.file_sha256(f) for f in self.files}
 
 
 @dataclass(frozen=True)
 class Bundle:
-    """A loaded model. ``trunk`` is an ``mlx_lm.models.<type>.Model``; ``head`` an MTP head or None."""
+    """A loaded model: an ``mlx_lm.models.<type>.Model``, an MTP head or None, a tokenizer."""
 
     trunk: nn.Module
     head: Any
     tokenizer: tokenizer.Tokenizer
     provenance: Provenance
-
-
-def file_sha256(path: Path) -> str:
-    """The sha256 of a file, hexadecimal."""
-    with path.open("rb") as f:
-        return hashlib.file_digest(f, "sha256").hexdigest()
 
 
 def load(model: str | Path = DEFAULT_MODEL, *, weights: str = "auto", head: Any = None) -> Bundle:
@@ -154,7 +147,6 @@ def _set_rope_factors(model: nn.Module, config: dict[str, Any], factors: mx.arra
 
 def _load_directory(source: str, checkpoint: Checkpoint, form: str, head: Any) -> Bundle:
     import mlx.core as mx
-    from mlx.utils import tree_flatten
     from mlx_lm.utils import get_total_parameters, load_model
 
     check_supported(checkpoint)
@@ -170,11 +162,11 @@ def _load_directory(source: str, checkpoint: Checkpoint, form: str, head: Any) -
             f"{checkpoint.path}: {checkpoint.config['model_type']} model cannot be built from its "
             f"config.json and weights ({type(e).__name__}: {e})", path=checkpoint.path,
         ) from e  # fmt: skip
-    del model.load_weights  # the check set by _checked_classes
+    del model.load_weights, model.sanitize  # the checks set by _checked_classes
     parameters = get_total_parameters(model)
     if form == "float32":
         _to_float32(model)
-    mx.eval([v for _, v in tree_flatten(model.parameters())])
+    mx.eval(model.parameters())
     provenance = Provenance(
         source, checkpoint.path, checkpoint.files, checkpoint.config["model_type"],
         checkpoint.describe(), describe_run(form, checkpoint.quantisation()), parameters, config,
@@ -204,15 +196,45 @@ def _checked_classes(checkpoint: Checkpoint, config: dict[str, Any]) -> tuple[An
 
     def build(args: Any) -> nn.Module:
         model = model_class(args)
-        original = model.load_weights
+        clean, original = getattr(model, "sanitize", dict), model.load_weights
+
+        def sanitize(weights: dict[str, mx.array]) -> dict[str, mx.array]:
+            weights = clean(weights)
+            _check_packed(model, weights, checkpoint)
+            return weights
 
         def load_weights(items: list[tuple[str, mx.array]], strict: bool = True) -> nn.Module:
             return _load_weights(model, items, checkpoint=checkpoint, into=original)
 
-        model.load_weights = load_weights
+        model.sanitize, model.load_weights = sanitize, load_weights
         return model
 
     return build, args_class
+
+
+def _check_packed(
+    model: nn.Module, weights: Mapping[str, mx.array], checkpoint: Checkpoint
+) -> None:
+    """Packed tensors fit their modules: MLX divides by these sizes in native code."""
+    from mlx.utils import tree_flatten
+
+    for name, parameter in tree_flatten(model.parameters()):
+        stem = name.removesuffix(".weight")
+        words, axis, per_column = weights.get(name), -1, 32
+        if words is None:  # AWQ: 4-bit words of shape (columns, rows / 8), scales (groups, rows)
+            words, axis, per_column = weights.get(f"{stem}.qweight"), 0, 4
+        scales, columns = weights.get(f"{stem}.scales"), parameter.shape[-1]
+        if stem == name or words is None or scales is None:
+            continue
+        bits = words.shape[axis] * per_column / columns if words.ndim else 0
+        groups = scales.shape[axis] if scales.ndim else 0
+        if bits not in BITS or columns not in [groups * size for size in GROUP_SIZES]:
+            stored = checkpoint.tensors.get(name)
+            where = stored.file if stored else checkpoint.path
+            raise ModelFileError(
+                f"{where}: tensor {name!r} of shape {words.shape} with scales {scales.shape} does "
+                f"not pack rows of {columns}", path=where, tensor=name,
+            )  # fmt: skip
 
 
 def _load_weights(

@@ -25,6 +25,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import lru_cache
+from operator import index
 from typing import Any
 
 import numpy as np
@@ -71,17 +72,30 @@ def _fold(key: Key, high: int, low: int) -> Key:
     return int(words[0][0]), int(words[1][0])
 
 
+def _word(name: str, value: int, bits: int) -> int:
+    try:
+        number = -1 if isinstance(value, bool) else index(value)
+    except TypeError:
+        number = -1
+    if not 0 <= number < 1 << bits:
+        raise ValueError(f"{name} must be an integer in [0, 2^{bits}), not {value!r}")
+    return number
+
+
 @lru_cache(maxsize=4096)
+def _derived(domain: int, seed: int, stream: int, offset: int) -> Key:
+    key = _fold((seed >> 32, seed & _WORD), domain, offset)
+    return _fold(key, stream >> 32, stream & _WORD)
+
+
 def derive_key(domain: Domain, seed: int, stream: int = 0, offset: int = 0) -> Key:
     """The Threefry key of a domain; the counter is then (token id, position).
 
     seed, stream: in [0, 2^64).  offset: in [0, 2^32), the place in the block (DRAFT, ACCEPT).
+    Raises ``ValueError`` for anything else, a float or a bool included.
     """
-    for name, value, bits in (("seed", seed, 64), ("stream", stream, 64), ("offset", offset, 32)):
-        if not 0 <= value < 1 << bits:
-            raise ValueError(f"{name} must be an integer in [0, 2^{bits}), not {value!r}")
-    key = _fold((seed >> 32, seed & _WORD), int(domain), offset)
-    return _fold(key, stream >> 32, stream & _WORD)
+    words = _word("seed", seed, 64), _word("stream", stream, 64), _word("offset", offset, 32)
+    return _derived(int(domain), *words)
 
 
 def uniforms(key: Key, position: int, token_ids: NDArray[np.integer]) -> Floats:
@@ -121,7 +135,8 @@ def race(key: Key, position: int, distribution: Distribution) -> int:
     ids, probs = support(distribution)
     if ids.size == 1:
         return int(ids[0])
-    return int(ids[np.argmin(exponentials(key, position, ids) / probs)])
+    with np.errstate(over="ignore"):  # a denormal probability: infinitely late
+        return int(ids[np.argmin(exponentials(key, position, ids) / probs)])
 
 
 @dataclass(frozen=True)

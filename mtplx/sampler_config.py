@@ -18,9 +18,17 @@ PENALTY_MIN, PENALTY_MAX = -2.0, 2.0
 def _number(name: str, value: Any) -> float:
     if isinstance(value, (bool, np.bool_)) or not isinstance(value, Real):
         raise ValueError(f"{name} must be a number, not {value!r}")
-    if not isfinite(value):
+    number = _as_float(value)
+    if not isfinite(number):
         raise ValueError(f"{name} must be finite, not {value!r}")
-    return float(value)
+    return number
+
+
+def _as_float(value: Any) -> float:
+    try:
+        return float(value)
+    except OverflowError:
+        return float("inf") if value > 0 else float("-inf")
 
 
 def _count(name: str, value: Any) -> int:
@@ -38,11 +46,11 @@ def _checked_bias(bias: Any) -> Mapping[int, float]:
     for token, amount in bias.items():
         if isinstance(token, bool) or not isinstance(token, Integral) or token < 0:
             raise ValueError(f"logit_bias has {token!r}, which is not a token id")
-        if isinstance(amount, bool) or not isinstance(amount, Real) or isnan(amount):
+        if isinstance(amount, bool) or not isinstance(amount, Real) or isnan(_as_float(amount)):
             raise ValueError(f"logit_bias[{token}] must be a number, not {amount!r}")
-        if amount == float("inf"):
+        if _as_float(amount) == float("inf"):
             raise ValueError(f"logit_bias[{token}] must not be +inf (-inf bans a token)")
-        checked[int(token)] = float(amount)
+        checked[int(token)] = _as_float(amount)
     return MappingProxyType(checked)
 
 

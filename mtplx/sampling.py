@@ -23,6 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from math import isfinite
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -83,9 +84,12 @@ def softmax(logits: ArrayLike, temperature: float = 1.0) -> Floats:
     """Probabilities of logits / temperature; one-hot at the first argmax if temperature <= 0.
 
     logits: (vocab,); returns (vocab,) float64. Raises ``NonFiniteLogitsError`` at every
-    temperature for NaN, +inf or an all -inf row, ``ValueError`` if not 1-D.
+    temperature for NaN, +inf or an all -inf row, ``ValueError`` if not 1-D or for a temperature
+    that is not finite.
     """
     row = vector(logits, "logits")
+    if not isfinite(temperature):
+        raise ValueError(f"temperature must be finite, not {temperature!r}")
     require_finite_row(row)
     if temperature <= 0:
         hot = np.zeros_like(row)
@@ -137,8 +141,6 @@ def kept_in_order(probs: Floats, top_p: float, min_p: float) -> NDArray[np.bool_
 
 def _filtered(probs: Floats, rank_by: Floats, top_p: float, top_k: int, min_p: float) -> Floats:
     limited = 0 < top_k < probs.size
-    if not limited and not 0.0 < top_p < 1.0 and min_p <= 0.0:
-        return probs / probs.sum()
     order = deterministic_top_k_order(rank_by, top_k if limited else probs.size)
     ids = order[kept_in_order(probs[order], top_p, min_p)]
     out = np.zeros_like(probs)
@@ -159,6 +161,8 @@ def apply_top_p_top_k(probs: ArrayLike, top_p: float = 1.0, top_k: int = 0) -> F
         raise ValueError("probs must not be negative")
     if not 0.0 < row.sum() < np.inf:
         raise NonFiniteLogitsError("probs have no positive, finite mass", vocab_size=row.size)
+    if not 0.0 < top_p < 1.0 and not 0 < (top_k or 0) < row.size:
+        return row / row.sum()
     return _filtered(row, row, float(top_p), int(top_k or 0), 0.0)
 
 
@@ -186,7 +190,8 @@ def distribution_from_logits(
     """
     row = processed_logits(logits, config, token_counts, penalty_overlay, prompt_ids)
     probs = softmax(row, config.temperature)
-    if config.temperature <= 0:
+    filters = config.top_p < 1.0 or 0 < config.top_k < row.size or config.min_p > 0.0
+    if config.temperature <= 0 or not filters:
         return probs
     return _filtered(probs, row, config.top_p, config.top_k, config.min_p)
 

@@ -103,7 +103,8 @@ class State:
         """Be what a prefill of everything up to ``mark`` and then ``kept`` gives.
 
         kept: the first tokens run since the mark. Only a state with snapshots runs them again.
-        Raises ``StateError`` if fewer tokens than that were run.
+        Raises ``StateError`` if fewer tokens than that were run. If that is interrupted, the state
+        is at the mark.
         """
         surplus = self.length - mark.length - len(kept)
         if surplus < 0:
@@ -114,10 +115,8 @@ class State:
             self._trim_to(mark.length + len(kept))
         else:
             self.restore(mark)
-            if kept:
-                self.family.prefill(self._rows(kept), self.caches)
-                mx.eval([leaf.state for leaf in _leaves(self.caches)])
-                self.length += len(kept)
+            for _ in self.prefill(kept):
+                pass
 
     def restore(self, mark: Mark) -> None:
         """Go back to ``mark`` from wherever a forward got to, an interrupted one included."""

@@ -19,7 +19,10 @@ class Detokenizer(Protocol):
 
 @dataclass(frozen=True)
 class Segment:
-    """A piece of output text, and whether the token that completed it came from a draft."""
+    """A piece of output text, and whether the token that completed it came from a draft.
+
+    What the end of the output releases counts to the last token with text.
+    """
 
     text: str
     from_draft: bool
@@ -37,10 +40,12 @@ class TextOutput:
         self._held: list[Segment] = []
         self._released = 0
         self._ends: list[int] = []
+        self._from_draft = False
         self.stopped = False
 
     def add(self, token_id: int, from_draft: bool) -> list[Segment]:
         """Take one token; returns what may be shown now."""
+        self._from_draft = from_draft
         out = self._take(self._detokenizer.add(token_id), from_draft)
         self._ends.append(self._released + self._held_length())
         return out
@@ -51,19 +56,22 @@ class TextOutput:
 
     def finish(self) -> list[Segment]:
         """Release everything that is left; the end may still complete a stop string."""
-        last = self._held[-1].from_draft if self._held else False
-        out = [] if self.stopped else self._take(self._detokenizer.flush(), last)
+        out = [] if self.stopped else self._take(self._detokenizer.flush(), self._from_draft)
         if not self.stopped:
             out += self._release(self._held_length())
         return out
 
     def kept_tokens(self) -> int:
-        """How many tokens the shown text needs: all, or as many as reach up to the stop string."""
+        """How many tokens the shown text needs: all, or as many as reach up to the stop string.
+
+        Text that only the flush brought needs them all.
+        """
         if not self.stopped:
             return len(self._ends)
         if self._released == 0:
             return 0
-        return next(i for i, end in enumerate(self._ends, 1) if end >= self._released)
+        ends = enumerate(self._ends, 1)
+        return next((i for i, end in ends if end >= self._released), len(self._ends))
 
     def _held_length(self) -> int:
         return sum(len(segment.text) for segment in self._held)

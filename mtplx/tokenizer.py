@@ -92,6 +92,7 @@ class Tokenizer:
 
     @property
     def has_chat_template(self) -> bool:
+        """Whether ``apply_chat_template`` can work."""
         return self._template_source is not None
 
     @cached_property
@@ -126,64 +127,68 @@ def from_gguf(file: GgufFile, vocab_size: int | None = None) -> Tokenizer:
     or not supported.
     """
     meta = file.metadata
-
-    def fail(message: str) -> ModelFileError:
-        return ModelFileError(f"{file.path}: {message}", path=file.path)
-
-    if meta.get("tokenizer.ggml.model") != "gpt2":
-        raise fail(
-            f"metadata tokenizer.ggml.model is {meta.get('tokenizer.ggml.model')!r}; "
-            "'gpt2' (byte-level BPE) is supported"
-        )
-    tokens, merges = meta.get("tokenizer.ggml.tokens"), meta.get("tokenizer.ggml.merges", [])
-    if not isinstance(tokens, list) or not isinstance(merges, list):
-        raise fail("metadata tokenizer.ggml.tokens or merges is missing or not a list of strings")
-    vocab = {token: i for i, token in enumerate(tokens)}
-    if len(vocab) != len(tokens):
-        raise fail("metadata tokenizer.ggml.tokens holds a token twice")
-    if vocab_size is not None and len(tokens) > vocab_size:
-        raise fail(f"{len(tokens)} tokens, but the model has {vocab_size} embeddings")
-    pre = meta.get("tokenizer.ggml.pre", "default")
-    splitter = _pre_tokenizer(pre)
-    if splitter is None:
-        raise fail(
-            f"metadata tokenizer.ggml.pre is {pre!r}; supported are smollm, gpt-2, llama-bpe"
-        )
-    pairs = [tuple(m.split(" ")) for m in merges]
-    try:
-        bpe = models.BPE(vocab, pairs, ignore_merges=pre in _LLAMA3_NAMES)  # type: ignore[arg-type]
-    except Exception as e:  # the library raises plain Exception: a merge of unknown tokens
-        raise fail(f"metadata tokenizer.ggml.merges does not fit the tokens ({e})") from None
-    backend = tokenizers.Tokenizer(bpe)
-    backend.pre_tokenizer = splitter
-    backend.decoder = decoders.ByteLevel()
-    types = meta.get("tokenizer.ggml.token_type", [])
+    backend, tokens = _bpe(file, vocab_size)
+    types = meta.get(_KEY + "token_type", ())
     if len(types) not in (0, len(tokens)):
-        raise fail("metadata tokenizer.ggml.token_type and tokens differ in length")
+        raise _bad(file, "token_type and tokens differ in length")
     _add_tokens(backend, tokens, types)
-    ids = {
-        name: meta.get(f"tokenizer.ggml.{name}_token_id") for name in ("bos", "eos", "eot", "eom")
-    }
-    for name, value in ids.items():
-        if value is not None and not (type(value) is int and value < len(tokens)):
-            raise fail(f"metadata tokenizer.ggml.{name}_token_id is {value!r}: no such token")
-    if meta.get("tokenizer.ggml.add_bos_token", False) and ids["bos"] is not None:
+    ids: dict[str, int] = {}
+    for name in ("bos", "eos", "eot", "eom"):
+        value = meta.get(f"{_KEY}{name}_token_id")
+        if value is None:
+            continue
+        if type(value) is not int or not 0 <= value < len(tokens):
+            raise _bad(file, f"{name}_token_id is {value!r}: no such token")
+        ids[name] = value
+    if "bos" in ids and meta.get(_KEY + "add_bos_token", False):
         bos = tokens[ids["bos"]]
         backend.post_processor = processors.TemplateProcessing(
-            single=f"{bos} $A", special_tokens=[(bos, ids["bos"])]
+            single=[bos, "$A"], special_tokens=[(bos, ids["bos"])]
         )
     template = meta.get("tokenizer.chat_template")
     return Tokenizer(
         backend,
-        eos_ids=[ids[n] for n in ("eos", "eot", "eom") if ids[n] is not None],
+        eos_ids=[ids[n] for n in ("eos", "eot", "eom") if n in ids],
         chat_template=template if isinstance(template, str) else None,
-        template_variables={
-            f"{n}_token": tokens[ids[n]] for n in ("bos", "eos") if ids[n] is not None
-        },
+        template_variables={f"{n}_token": tokens[ids[n]] for n in ("bos", "eos") if n in ids},
         vocab_size=vocab_size,
     )
 
 
+def _bad(file: GgufFile, message: str) -> ModelFileError:
+    return ModelFileError(f"{file.path}: metadata {_KEY}{message}", path=file.path)
+
+
+def _bpe(file: GgufFile, vocab_size: int | None) -> tuple[tokenizers.Tokenizer, list[str]]:
+    """The bare byte-level BPE model with its splitter and decoder, and the tokens by id."""
+    meta = file.metadata
+    if (kind := meta.get(_KEY + "model")) != "gpt2":
+        raise _bad(file, f"model is {kind!r}; only 'gpt2' (byte-level BPE) is supported")
+    tokens, merges = meta.get(_KEY + "tokens"), meta.get(_KEY + "merges", [])
+    if not isinstance(tokens, list) or not tokens:
+        raise _bad(file, "tokens is missing, empty or not a list of strings")
+    if vocab_size is not None and len(tokens) > vocab_size:
+        raise _bad(file, f"tokens: {len(tokens)}, but the model has {vocab_size} embeddings")
+    pairs: Any = [tuple(m.split(" ")) for m in merges] if isinstance(merges, list) else [()]
+    if any(len(p) != 2 for p in pairs):
+        raise _bad(file, "merges is not a list of pairs of tokens")
+    vocab = {token: i for i, token in enumerate(tokens)}
+    if len(vocab) != len(tokens):
+        raise _bad(file, "tokens holds a token twice")
+    pre = meta.get(_KEY + "pre", "default")
+    splitter = _pre_tokenizer(pre)
+    if splitter is None:
+        raise _bad(file, f"pre is {pre!r}; supported are smollm, gpt-2, {', '.join(_LLAMA3_NAMES)}")
+    try:
+        model = models.BPE(vocab, pairs, ignore_merges=pre in _LLAMA3_NAMES)
+    except Exception as e:  # the library raises plain Exception: a merge of unknown tokens
+        raise _bad(file, f"merges does not fit the tokens ({e})") from None
+    backend = tokenizers.Tokenizer(model)
+    backend.pre_tokenizer, backend.decoder = splitter, decoders.ByteLevel()
+    return backend, tokens
+
+
+_KEY = "tokenizer.ggml."
 _LLAMA3_NAMES = ("llama-bpe", "llama3", "llama-v3")
 
 
@@ -241,12 +246,13 @@ def from_directory(path: str | Path, config: Mapping[str, Any]) -> Tokenizer:
     declared = generation.get("eos_token_id")
     if declared is None:
         declared = config.get("eos_token_id", text_config.get("eos_token_id"))
-    eos = set(declared if isinstance(declared, list) else [] if declared is None else [declared])
+    vocab_size = config.get("vocab_size", text_config.get("vocab_size"))
+    listed = declared if isinstance(declared, list) else [] if declared is None else [declared]
+    if not all(type(i) is int and 0 <= i < (vocab_size or 1 << 31) for i in listed):
+        raise ModelFileError(f"{path}: eos_token_id {declared!r} is not a list of ids", path=path)
+    eos = set(listed)
     if "eos_token" in variables and (i := backend.token_to_id(variables["eos_token"])) is not None:
         eos.add(i)
-    vocab_size = config.get("vocab_size", text_config.get("vocab_size"))
-    if not all(type(i) is int and 0 <= i < (vocab_size or 1 << 31) for i in eos):
-        raise ModelFileError(f"{path}: eos_token_id {declared!r} is not a list of ids", path=path)
     return Tokenizer(
         backend,
         eos_ids=eos,

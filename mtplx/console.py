@@ -1,0 +1,142 @@
+"""What a person sees: streamed text, progress, tables. Everything but results goes to stderr."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+from rich.text import Text
+
+if TYPE_CHECKING:
+    from .api import Generation, Stream
+    from .bench.report import Report
+
+_DRAFT_STYLE = "green underline"
+
+
+def _err() -> Console:
+    return Console(stderr=True, highlight=False)
+
+
+def error(message: str) -> None:
+    """One line that says what went wrong."""
+    _err().print(Text(f"mtplx: {message}", style="red"), soft_wrap=True)
+
+
+def note(message: str) -> None:
+    """One line that is worth knowing."""
+    _err().print(Text(f"mtplx: {message}", style="dim"), soft_wrap=True)
+
+
+@contextmanager
+def working(what: str) -> Iterator[None]:
+    """Show on a terminal that something is going on."""
+    console = _err()
+    if console.is_terminal:
+        with console.status(escape(what)):
+            yield
+    else:
+        yield
+
+
+def print_json(value: Mapping[str, Any]) -> None:
+    """One JSON object on stdout."""
+    print(json.dumps(value, ensure_ascii=False))
+
+
+def print_fields(fields: Mapping[str, Any]) -> None:
+    """Names and values, a line each."""
+    width = max(len(name) for name in fields)
+    for name, value in fields.items():
+        shown = (
+            ", ".join(f"{k} {v}" for k, v in value.items()) if isinstance(value, dict) else value
+        )
+        print(f"{name.replace('_', ' '):<{width}}  {'-' if shown is None else shown}")
+
+
+def pull(model: str, *, verify: bool = False) -> Path:
+    """Download a model with a progress bar; its path."""
+    from .fetch import download_size, known
+    from .fetch import pull as fetch_model
+
+    size = download_size(model) if known(model) else 0
+    if not size:
+        return fetch_model(model, verify=verify)
+    note(f"downloading {model}, {size / 1e6:.0f} MB, once; `mtplx pull --help` says more")
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn())
+    with Progress(*columns, TimeRemainingColumn(), console=_err(), transient=True) as progress:
+        task = progress.add_task("download", total=size)
+        return fetch_model(
+            model,
+            verify=verify,
+            on_progress=lambda done, total: progress.update(task, completed=done, total=total),
+        )
+
+
+def pull_if_absent(model: str) -> None:
+    """Download a known model that is not there yet; anything else is left to ``load``."""
+    from .fetch import download_size, known
+
+    if known(model) and download_size(model):
+        pull(model)
+
+
+def stream_text(stream: Stream, *, show_drafts: bool = False) -> None:
+    """Print text as it comes, on stdout; drafted pieces coloured if asked for."""
+    console = Console(highlight=False)
+    for chunk in stream:
+        for segment in chunk.segments:
+            if show_drafts and segment.from_draft:
+                console.print(Text(segment.text, style=_DRAFT_STYLE), end="", soft_wrap=True)
+            else:
+                sys.stdout.write(segment.text)
+        sys.stdout.flush()
+    sys.stdout.write("\n")
+    sys.stdout.flush()
+
+
+def describe_acceptance(positions: list[float]) -> str:
+    """Acceptance by draft position as percentages."""
+    return " ".join(f"{100 * share:.0f}%" for share in positions) or "no drafts"
+
+
+def summarise(result: Generation) -> None:
+    """One dim line of figures after the text."""
+    stats = result.stats
+    note(
+        f"{stats.tokens} tokens, {stats.tokens_per_second:.1f} tokens/s; drafts: {stats.drafter},"
+        f" {stats.acceptance_length:.2f} tokens a round"
+        f" ({describe_acceptance(stats.acceptance_by_position)}); rule {stats.rule},"
+        f" seed {result.seed}; {result.finish_reason}"
+    )
+
+
+def print_table(title: str, columns: list[str], rows: list[list[str]]) -> None:
+    """A small table on stdout."""
+    table = Table(title=title, title_justify="left", title_style="bold")
+    for i, name in enumerate(columns):
+        table.add_column(name, justify="left" if i == 0 else "right")
+    for row in rows:
+        table.add_row(*row)
+    Console(highlight=False).print(table)
+
+
+def print_report(report: Report) -> None:
+    """A benchmark's figures, and what they were measured with."""
+    rows = [[name, _number(value)] for name, value in report.figures.items()]
+    print_table(f"mtplx bench {report.name}", ["figure", "value"], rows)
+    for line in report.notes:
+        print(line)
+    print_fields({**report.machine, **report.versions, "command": report.command})
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.4g}"

@@ -1,0 +1,511 @@
+"""The MLX twin against the reference: same uniforms, same token; ties, borders, errors.
+
+A token may differ only at a near-tie, within 2e-6 of a cumulative threshold, on at most 1e-4 of all
+rows compared; ``test_near_ties_are_rare`` runs last and prints how many there were.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import mtplx.fast_sampling as fast
+from mtplx.fast_sampling import (
+    _deterministic_mlx_top_k_support,
+    _host_sparse_distribution,
+    apply_penalties_mlx,
+    sample_token_ids_from_mlx_logits,
+    sparse_distribution_from_mlx_logits,
+    sparse_distributions_from_mlx_logits,
+)
+from mtplx.sampling import (
+    NonFiniteLogitsError,
+    SamplerConfig,
+    SparseDistribution,
+    apply_penalties,
+    distribution_from_logits,
+    sample_from_distribution,
+    softmax,
+)
+
+INF, NAN = float("inf"), float("nan")
+NEAR = 2e-6
+DTYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
+COMPARED: Counter = Counter()  # what -> rows, near-ties
+
+
+class One:
+    """A generator that gives one uniform."""
+
+    def __init__(self, uniform: float):
+        self.uniform = float(uniform)
+
+    def random(self) -> float:
+        return self.uniform
+
+
+def host(logits: mx.array) -> np.ndarray:
+    return np.array(logits.astype(mx.float32)).astype(np.float64)
+
+
+def near_tie(row: np.ndarray, config: SamplerConfig, uniform: float, law: np.ndarray) -> bool:
+    """Whether the reference is within ``NEAR`` of choosing otherwise; ``row`` after penalties."""
+    edges = [np.cumsum(law) - uniform]
+    probs = softmax(row, config.temperature)
+    ranked = probs[np.argsort(-row, kind="stable")]
+    if config.top_p < 1.0:
+        edges.append(np.cumsum(ranked) - config.top_p)
+    if config.min_p > 0.0:
+        edges.append((ranked - config.min_p * ranked[0]) / ranked[0])
+    return min(np.abs(e).min() for e in edges) <= NEAR
+
+
+def compare(what, logits: mx.array, config, uniforms, histories=None, **history) -> None:
+    """Every row by twin and reference; a difference that is no near-tie fails at once."""
+    histories = histories or [None] * logits.shape[0]
+    if any(histories) or history:
+        laws = sparse_distributions_from_mlx_logits(
+            logits, config, token_counts=histories, **history
+        )
+        tokens = [sample_from_distribution(p, One(u)) for p, u in zip(laws, uniforms, strict=True)]
+    else:
+        drawn = sample_token_ids_from_mlx_logits(logits, config, uniforms=uniforms)
+        assert drawn.dtype == mx.uint32
+        tokens = drawn.tolist()
+    for row, token, uniform, counts in zip(host(logits), tokens, uniforms, histories, strict=True):
+        law = distribution_from_logits(row, config, token_counts=counts, **history)
+        expected = sample_from_distribution(law, One(uniform))
+        COMPARED["rows"] += 1
+        if token == expected:
+            continue
+        assert not history, f"{what}: {token} instead of {expected} with {config}"
+        after = np.asarray(
+            apply_penalties(row, counts, config.presence_penalty, config.frequency_penalty)
+        )
+        assert near_tie(after, config, uniform, law), (
+            f"{what}: {token} instead of {expected}, no near-tie, {config}, u = {uniform!r}"
+        )
+        COMPARED["near-ties"] += 1
+        COMPARED[what] += 1
+
+
+def random_config(generator: np.random.Generator) -> SamplerConfig:
+    return SamplerConfig(
+        temperature=float(generator.choice([0.0, 0.4, 0.6, 1.0, 1.5])),
+        top_p=float(generator.choice([1.0, 0.5, 0.9, 0.95, 0.999])),
+        top_k=int(generator.choice([0, 0, 1, 5, 20, 40, 10**6])),
+        min_p=float(generator.choice([0.0, 0.0, 0.05, 0.3])),
+    )
+
+
+def random_logits(generator, rows: int, vocab: int, dtype: str) -> mx.array:
+    spread = generator.choice([0.5, 2.0, 4.0])
+    return mx.array(generator.normal(0, spread, (rows, vocab)).astype(np.float32)).astype(
+        DTYPES[dtype]
+    )
+
+
+# --- same uniforms, same token ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_same_token_vocabulary_32(dtype):
+    generator = np.random.default_rng(list(DTYPES).index(dtype))
+    for _ in range(40):
+        logits = random_logits(generator, 250, 32, dtype)
+        compare(f"V=32 {dtype}", logits, random_config(generator), generator.random(250))
+
+
+SINGLE_FILTERS = [
+    SamplerConfig(temperature=0.7, top_p=1.0, top_k=0),
+    SamplerConfig(temperature=0.7, top_p=0.9, top_k=0),
+    SamplerConfig(temperature=0.7, top_p=1.0, top_k=20),
+    SamplerConfig(temperature=0.7, top_p=1.0, top_k=0, min_p=0.02),
+    SamplerConfig(temperature=1.0, top_p=0.95, top_k=50, min_p=0.01),
+    SamplerConfig(temperature=0.0),
+    SamplerConfig(),
+]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("vocab", "rows"), [(49152, 24), (151936, 6)])
+def test_same_token_real_vocabularies(vocab, rows, dtype):
+    generator = np.random.default_rng(vocab)
+    for config in SINGLE_FILTERS:
+        logits = random_logits(generator, rows, vocab, dtype)
+        compare(f"V={vocab} {dtype}", logits, config, generator.random(rows))
+
+
+@pytest.mark.parametrize("vocab", [1, 2, 63, 64, 65, 127, 128, 129, 1000, 4097])
+def test_same_token_odd_vocabularies(vocab):
+    generator = np.random.default_rng(vocab)
+    for _ in range(12):
+        logits = random_logits(generator, 20, vocab, "float32")
+        compare(f"V={vocab}", logits, random_config(generator), generator.random(20))
+
+
+@pytest.mark.parametrize("vocab", [32, 65, 3000])
+def test_same_token_with_ties(vocab):
+    """Rounded logits: ties at every cut-off, within blocks and across their borders."""
+    generator = np.random.default_rng(vocab + 1)
+    for _ in range(25):
+        logits = mx.round(random_logits(generator, 20, vocab, "bfloat16"))
+        compare(f"ties V={vocab}", logits, random_config(generator), generator.random(20))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_same_token_with_masks(dtype):
+    generator = np.random.default_rng(9)
+    for _ in range(20):
+        logits = host(random_logits(generator, 20, 200, dtype))
+        logits[generator.random(logits.shape) < 0.95] = -INF
+        logits[:, 7] = 0.5
+        rows = mx.array(logits.astype(np.float32)).astype(DTYPES[dtype])
+        compare(f"masks {dtype}", rows, random_config(generator), generator.random(20))
+
+
+@pytest.mark.parametrize("vocab", [32, 5000])
+def test_same_token_with_penalties(vocab):
+    generator = np.random.default_rng(vocab + 2)
+    for _ in range(30):
+        config = dataclasses.replace(
+            random_config(generator),
+            presence_penalty=float(generator.normal()),
+            frequency_penalty=float(generator.normal()),
+        )
+        histories = [
+            {int(t): int(generator.integers(0, 4)) for t in generator.integers(0, vocab, 9)}
+            for _ in range(20)
+        ]
+        histories[3] = None
+        logits = random_logits(generator, 20, vocab, "float32")
+        compare(f"penalties V={vocab}", logits, config, generator.random(20), histories)
+
+
+def test_same_token_with_bias_repetition_overlay_and_prompt():
+    generator = np.random.default_rng(77)
+    for _ in range(30):
+        config = dataclasses.replace(
+            random_config(generator),
+            repetition_penalty=float(generator.choice([0.7, 1.3])),
+            presence_penalty=0.5,
+            logit_bias={int(t): float(generator.normal()) for t in generator.integers(0, 90, 5)},
+        )
+        compare(
+            "bias and repetition",
+            random_logits(generator, 20, 90, "float16"),
+            config,
+            generator.random(20),
+            [{int(t): 1 for t in generator.integers(0, 90, 6)} for _ in range(20)],
+            prompt_ids=generator.integers(0, 90, 10).tolist(),
+            penalty_overlay={int(generator.integers(0, 90)): float(generator.normal())},
+        )
+
+
+@pytest.mark.parametrize("vocab", [257, 300, 4096, 20000])
+@pytest.mark.parametrize("top_k", [0, 10**6])
+@pytest.mark.parametrize("spread", [0.0, 0.01])
+def test_candidates_grow_for_flat_distributions(vocab, top_k, spread):
+    generator = np.random.default_rng(vocab)
+    logits = generator.normal(0, 1, (2, vocab)).astype(np.float32) * np.float32(spread)
+    for filters in ({"top_p": 0.999}, {"top_p": 1.0, "min_p": 0.97}, {"top_p": 0.3}):
+        config = SamplerConfig(temperature=1.0, top_k=top_k, **filters)
+        laws = sparse_distributions_from_mlx_logits(mx.array(logits), config)
+        for row, law in zip(logits, laws, strict=True):
+            expected = np.flatnonzero(distribution_from_logits(row, config))
+            extra = set(expected.tolist()) ^ set(law.token_ids.tolist())
+            if spread == 0.0:
+                # Every p is 1/V; the only doubt is the one token at the cumulative threshold.
+                assert len(extra) <= 1
+                assert law.token_ids.tolist() == list(range(law.token_ids.size))
+            else:
+                assert len(extra) <= 1 + NEAR * vocab
+            if filters == {"top_p": 0.999}:
+                assert law.token_ids.size > 256
+
+
+def test_probabilities_equal_the_reference():
+    generator = np.random.default_rng(4)
+    for config in SINGLE_FILTERS:
+        logits = random_logits(generator, 4, 3000, "float32")
+        laws = sparse_distributions_from_mlx_logits(logits, config)
+        for row, law in zip(host(logits), laws, strict=True):
+            assert (np.diff(law.token_ids) > 0).all()
+            expected = distribution_from_logits(row, config)
+            np.testing.assert_allclose(law.to_dense(), expected, rtol=1e-12, atol=0)
+
+
+def test_batched_rows_equal_single_rows():
+    generator = np.random.default_rng(6)
+    for config in [*SINGLE_FILTERS, SamplerConfig(top_k=0, top_p=0.9999, temperature=1.5)]:
+        config = dataclasses.replace(config, presence_penalty=0.7, repetition_penalty=1.2)
+        logits = random_logits(generator, 5, 5000, "bfloat16")
+        histories = [{1: 2}, None, {}, {4999: 1, 0: 3}, {7: 0}]
+        history = {"prompt_ids": [3, 4], "penalty_overlay": {9: 1.5}}
+        many = sparse_distributions_from_mlx_logits(
+            logits, config, token_counts=histories, **history
+        )
+        for i, law in enumerate(many):
+            for row in (logits[i], logits[i : i + 1]):
+                assert law == sparse_distribution_from_mlx_logits(
+                    row, config, token_counts=histories[i], **history
+                )
+
+
+def test_an_iterator_of_prompt_ids_serves_every_row():
+    config = SamplerConfig(temperature=1.0, top_p=1.0, top_k=0, repetition_penalty=2.0)
+    logits = mx.array([[1.0, 2.0, 3.0]] * 3)
+    first, *rest = sparse_distributions_from_mlx_logits(logits, config, prompt_ids=iter([2]))
+    assert all(law == first for law in rest)
+    np.testing.assert_allclose(first.to_dense(), softmax([1.0, 2.0, 1.5]), rtol=1e-6)
+
+
+# --- inner pieces -----------------------------------------------------------------------------
+
+
+@settings(max_examples=250, deadline=None, derandomize=True)
+@given(st.data())
+def test_top_k_support_order_is_lexsort(data):
+    vocab = data.draw(st.one_of(st.integers(1, 200), st.integers(201, 4000)))
+    top_k = data.draw(st.integers(1, min(vocab, data.draw(st.sampled_from([3, 15, 4000])))))
+    levels = data.draw(st.sampled_from([1, 2, 5, 50, 10**6]))
+    generator = np.random.default_rng(data.draw(st.integers(0, 10**6)))
+    rows = data.draw(st.integers(1, 3))
+    values = generator.integers(-levels, levels, (rows, vocab)).astype(np.float32) / levels
+    values[generator.random(values.shape) < 0.1] = data.draw(
+        st.sampled_from([-0.0, 0.0, -INF, -1e30, 3e38])
+    )
+    values = np.where(generator.random(values.shape) < 0.5, values, values * -1.0)
+    values[values == INF] = -INF
+    ids, found = _deterministic_mlx_top_k_support(mx.array(values.astype(np.float32)), top_k)
+    assert ids.shape == found.shape == (rows, top_k)
+    for row, row_ids, row_values in zip(values, ids.tolist(), np.array(found), strict=True):
+        expected = np.lexsort((np.arange(vocab), -row))[:top_k]
+        assert row_ids == expected.tolist()
+        np.testing.assert_array_equal(row_values, row[expected])
+
+
+def test_top_k_support_keeps_leading_dimensions():
+    logits = mx.array(np.random.default_rng(0).normal(size=(2, 3, 900)).astype(np.float32))
+    for shape in ((900,), (3, 900), (2, 3, 900)):
+        part = logits[(0,) * (3 - len(shape))]
+        ids, values = _deterministic_mlx_top_k_support(part, 4)
+        assert ids.shape == values.shape == (*shape[:-1], 4)
+        flat = np.array(part).reshape(-1, 900)
+        expected = np.argsort(-flat, axis=1, kind="stable")[:, :4]
+        np.testing.assert_array_equal(np.array(ids).reshape(-1, 4), expected)
+
+
+@pytest.mark.parametrize("vocab", [5, 64, 65, 40000])
+def test_zeros_of_both_signs_tie(vocab):
+    row = np.full(vocab, -1.0, np.float32)
+    row[[1, 3]] = -0.0
+    row[[2, vocab - 1]] = 0.0
+    ids, _ = _deterministic_mlx_top_k_support(mx.array(row), 3)
+    assert ids.tolist() == [1, 2, 3]
+    greedy = SamplerConfig(temperature=0.0)
+    assert sparse_distribution_from_mlx_logits(mx.array(row), greedy).token_ids.tolist() == [1]
+
+
+def test_ties_across_block_borders_keep_the_lower_ids():
+    row = np.zeros(64 * 1000 + 5, np.float32)
+    row[[63, 64, 127, 128, 64 * 999, 64 * 1000, 64 * 1000 + 4]] = 5.0
+    for top_k in range(1, 9):
+        ids, _ = _deterministic_mlx_top_k_support(mx.array(row), top_k)
+        expected = [63, 64, 127, 128, 63936, 64000, 64004, 0][:top_k]
+        assert ids.tolist() == expected
+
+
+def test_host_distribution_on_a_support_and_on_a_whole_row():
+    config = SamplerConfig(temperature=1.0, top_p=0.8, top_k=0)
+    row = np.log(np.array([0.1, 0.5, 0.1, 0.3], np.float32))
+    whole = _host_sparse_distribution(row, config)
+    assert whole.token_ids.tolist() == [1, 3]
+    order = np.argsort(-row, kind="stable")
+    mass = float(np.exp(row.astype(np.float64) - row.max()).sum())
+    part = _host_sparse_distribution(row[order], config, token_ids=order, vocab_size=4, mass=mass)
+    assert part.token_ids.tolist() == [1, 3]
+    np.testing.assert_allclose(part.probs, whole.probs, rtol=1e-12)
+
+
+def test_the_vocabulary_is_never_sorted(monkeypatch):
+    sorted_sizes = []
+
+    def recording(function):
+        def call(array, *args, **kwargs):
+            sorted_sizes.append(array.shape[-1])
+            return function(array, *args, **kwargs)
+
+        return call
+
+    for name in ("sort", "argsort"):
+        monkeypatch.setattr(fast.mx, name, recording(getattr(mx, name)))
+    logits = random_logits(np.random.default_rng(1), 2, 49152, "float32")
+    for config in SINGLE_FILTERS:
+        sparse_distributions_from_mlx_logits(logits, config)
+    assert sorted_sizes
+    assert max(sorted_sizes) <= 2048
+
+
+# --- penalties on the device ------------------------------------------------------------------
+
+
+def test_penalties_equal_the_reference():
+    logits = np.array([1.0, 2.0, 3.0, 4.0], np.float32)
+    for arguments in (
+        ({0: 3, 1: 1, 2: 0}, 0.5, 0.25),
+        ({0: 10}, 5.0, -7.0),
+        ({0: 1}, 1.0, 0.0, {0: 10.0, 2: -4.5}),
+        (None, 0.0, 0.0, {3: INF}),
+    ):
+        got = apply_penalties_mlx(mx.array(logits), *arguments)
+        assert got.dtype == mx.float32
+        np.testing.assert_array_equal(np.array(got), apply_penalties(logits, *arguments))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_inactive_penalties_return_the_same_object(dtype):
+    logits = mx.array([1.0, 2.0]).astype(DTYPES[dtype])
+    for arguments in ((None,), ({},), ({0: 3},), ({0: 3}, 0.0, 0.0, {}), (None, 1.0, 1.0)):
+        assert apply_penalties_mlx(logits, *arguments) is logits
+
+
+def test_penalties_on_rows_that_share_one_history():
+    logits = mx.array([[1.0, 2.0, 3.0]])
+    got = apply_penalties_mlx(logits, {2: 1}, 1.0)
+    assert got.tolist() == [[1.0, 2.0, 2.0]]
+
+
+def test_a_huge_finite_amount_stays_finite(recwarn):
+    config = SamplerConfig(temperature=1.0, top_p=1.0, top_k=0, logit_bias={1: 1e300})
+    law = sparse_distribution_from_mlx_logits(mx.array([1.0, 2.0, 3.0]), config)
+    assert law.token_ids.tolist() == [1]
+    config = dataclasses.replace(config, logit_bias={0: -1e300, 1: -INF})
+    law = sparse_distribution_from_mlx_logits(mx.array([1.0, 2.0, 3.0]), config)
+    assert law.token_ids.tolist() == [2]
+    assert not recwarn.list
+
+
+@pytest.mark.parametrize("bad", [-1, 8, 2**31, 2**40])
+def test_ids_outside_the_vocabulary_never_reach_the_device(bad):
+    logits = mx.zeros((2, 8))
+    config = SamplerConfig(presence_penalty=1.0, repetition_penalty=1.2)
+    plain = SamplerConfig()
+    calls = [
+        lambda: sparse_distributions_from_mlx_logits(logits, config, token_counts=[None, {bad: 1}]),
+        lambda: sparse_distributions_from_mlx_logits(logits, config, prompt_ids=[1, bad]),
+        lambda: sparse_distributions_from_mlx_logits(logits, plain, penalty_overlay={bad: 1.0}),
+        lambda: apply_penalties_mlx(logits[0], {bad: 1}, 1.0),
+        lambda: apply_penalties_mlx(logits, {bad: 1}, 1.0),
+        lambda: apply_penalties_mlx(logits[0], None, penalty_overlay={bad: 1.0}),
+    ]
+    if bad >= 0:
+        biased = SamplerConfig(logit_bias={bad: 1.0})
+        calls.append(lambda: sample_token_ids_from_mlx_logits(logits, biased))
+        calls.append(lambda: sparse_distribution_from_mlx_logits(logits[0], biased))
+    for call in calls:
+        with pytest.raises(ValueError, match=f"{bad}, outside"):
+            call()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_inputs_are_never_changed(dtype):
+    config = SamplerConfig(
+        repetition_penalty=1.5, presence_penalty=1.0, logit_bias={0: 3.0, 2: -INF}
+    )
+    logits = random_logits(np.random.default_rng(3), 3, 100, dtype)
+    before = host(logits)
+    counts, prompt, overlay = [{1: 2}, {5: 1}, None], [3, 4], {6: 1.0}
+    uniforms = np.array([0.1, 0.5, 0.9])
+    sparse_distributions_from_mlx_logits(
+        logits, config, token_counts=counts, prompt_ids=prompt, penalty_overlay=overlay
+    )
+    sample_token_ids_from_mlx_logits(logits, config, uniforms=uniforms)
+    apply_penalties_mlx(logits[0], {1: 2}, 1.0, 1.0, overlay)
+    np.testing.assert_array_equal(host(logits), before)
+    assert (counts, prompt, overlay) == ([{1: 2}, {5: 1}, None], [3, 4], {6: 1.0})
+    assert uniforms.tolist() == [0.1, 0.5, 0.9]
+
+
+# --- errors -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("vocab", [1, 5, 64, 65, 20000])
+@pytest.mark.parametrize("temperature", [0.0, -1.0, 1e-38, 0.6, 1e35])
+def test_rows_without_a_law_raise(vocab, temperature):
+    for filters in ({}, {"top_p": 1.0, "top_k": 0}, {"top_k": 0}, {"top_k": 0, "min_p": 0.5}):
+        config = SamplerConfig(temperature=temperature, **filters)
+        for bad in (NAN, INF):
+            for where in {0, vocab // 2, vocab - 1}:
+                logits = np.zeros((3, vocab), np.float32)
+                logits[1, where] = bad
+                with pytest.raises(NonFiniteLogitsError, match="1 ") as caught:
+                    sample_token_ids_from_mlx_logits(mx.array(logits), config)
+                counts = (caught.value.nan_count, caught.value.inf_count)
+                assert counts == ((1, 0) if bad != INF else (0, 1))
+                assert caught.value.vocab_size == vocab
+        logits = np.zeros((3, vocab), np.float32)
+        logits[2] = -INF
+        with pytest.raises(NonFiniteLogitsError, match=f"all {vocab} "):
+            sample_token_ids_from_mlx_logits(mx.array(logits), config)
+
+
+def test_shapes_are_checked():
+    config = SamplerConfig()
+    for shape in ((3,), (1, 2, 3), (0, 3), (3, 0)):
+        with pytest.raises(ValueError, match="logits must be"):
+            sparse_distributions_from_mlx_logits(mx.zeros(shape), config)
+        with pytest.raises(ValueError, match="logits must be"):
+            sample_token_ids_from_mlx_logits(mx.zeros(shape), config)
+    for shape in ((2, 3), (1, 1, 3), (0,)):
+        with pytest.raises(ValueError, match="logits must be"):
+            sparse_distribution_from_mlx_logits(mx.zeros(shape), config)
+    with pytest.raises(ValueError, match="token_counts"):
+        sparse_distributions_from_mlx_logits(mx.zeros((2, 3)), config, token_counts=[None])
+
+
+@pytest.mark.parametrize("bad", [[0.5], [0.5, 1.0], [-0.1, 0.5], [0.5, NAN], 0.5, [[0.5, 0.5]]])
+def test_uniforms_are_checked(bad):
+    with pytest.raises(ValueError, match="uniforms"):
+        sample_token_ids_from_mlx_logits(mx.zeros((2, 3)), SamplerConfig(), uniforms=bad)
+
+
+def test_sampling_without_uniforms_follows_the_law():
+    config = SamplerConfig(temperature=1.0, top_p=1.0, top_k=2)
+    logits = mx.broadcast_to(mx.log(mx.array([0.1, 0.6, 0.3])), (4000, 3))
+    tokens = np.array(sample_token_ids_from_mlx_logits(logits, config))
+    assert tokens.shape == (4000,)
+    seen = np.bincount(tokens, minlength=3)
+    assert seen[0] == 0
+    assert abs(seen[1] / 4000 - 2 / 3) < 0.045  # six standard deviations
+    again = np.array(sample_token_ids_from_mlx_logits(logits, config))
+    assert (again != tokens).any()
+
+
+def test_uniforms_at_the_ends():
+    config = SamplerConfig(temperature=1.0, top_p=1.0, top_k=0)
+    logits = mx.array([[-INF, 0.0, 0.0, -INF]] * 3)
+    tokens = sample_token_ids_from_mlx_logits(logits, config, uniforms=[0.0, 0.5, 1 - 2**-53])
+    assert tokens.tolist() == [1, 2, 2]
+
+
+def test_the_law_of_one_token():
+    law = sparse_distribution_from_mlx_logits(mx.array([[3.0]]), SamplerConfig())
+    assert law == SparseDistribution.one_hot(0, 1)
+
+
+# --- last -------------------------------------------------------------------------------------
+
+
+def test_near_ties_are_rare(capsys):
+    if not COMPARED["rows"]:
+        pytest.skip("runs after the comparisons of this file")
+    with capsys.disabled():
+        print(f"\n  twin and reference: {dict(COMPARED)}")
+    assert COMPARED["near-ties"] <= 1e-4 * COMPARED["rows"]

@@ -1,0 +1,467 @@
+"""Rollback of every kind of cache: what is left equals a fresh prefill of what was kept."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from doubles import randomise, tiny_llama
+from mlx_lm.models import falcon_h1, llama4, mamba2, qwen3_5, recurrent_gemma
+from mlx_lm.models.cache import (
+    ArraysCache,
+    BatchKVCache,
+    CacheList,
+    ChunkedKVCache,
+    ConcatenateKVCache,
+    KVCache,
+    QuantizedKVCache,
+    RotatingKVCache,
+)
+
+from mtplx.errors import StateError
+from mtplx.families import family_of
+from mtplx.families.opaque import OpaqueFamily
+from mtplx.state import State
+
+VOCAB = 40
+WINDOW = 8
+PROMPT = [3, 17, 5, 29, 11, 2, 38, 7, 23, 14, 31, 9, 26, 1, 19, 35, 4, 12, 28, 33]
+BLOCK = [21, 6, 37, 15, 30]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_compiler():
+    """mx.compile would call a C++ compiler for seconds; these models are run a few times only."""
+    mx.disable_compile()
+    yield
+    mx.enable_compile()
+
+
+def _qwen() -> Any:
+    return qwen3_5.TextModel(
+        qwen3_5.TextModelArgs(
+            model_type="qwen3_5",
+            hidden_size=32,
+            intermediate_size=48,
+            num_hidden_layers=4,
+            num_attention_heads=2,
+            num_key_value_heads=1,
+            head_dim=16,
+            vocab_size=VOCAB,
+            linear_num_value_heads=2,
+            linear_num_key_heads=1,
+            linear_key_head_dim=32,
+            linear_value_head_dim=16,
+        )
+    )
+
+
+def _mamba() -> Any:
+    return mamba2.Model(
+        mamba2.ModelArgs(
+            model_type="mamba2",
+            num_heads=2,
+            head_dim=16,
+            vocab_size=VOCAB,
+            hidden_size=32,
+            intermediate_size=32,
+            state_size=8,
+            num_hidden_layers=2,
+            layer_norm_epsilon=1e-5,
+            conv_kernel=4,
+            n_groups=1,
+            use_bias=False,
+            use_conv_bias=True,
+            tie_word_embeddings=True,
+            time_step_limit=(0.0, 100.0),
+            time_step_rank="auto",
+        )
+    )
+
+
+def _gemma() -> Any:
+    return recurrent_gemma.Model(
+        recurrent_gemma.ModelArgs(
+            model_type="recurrent_gemma",
+            attention_bias=False,
+            conv1d_width=4,
+            hidden_size=32,
+            intermediate_size=64,
+            logits_soft_cap=30.0,
+            num_attention_heads=2,
+            num_hidden_layers=3,
+            num_key_value_heads=1,
+            rms_norm_eps=1e-5,
+            rope_theta=1e4,
+            attention_window_size=WINDOW,
+            vocab_size=VOCAB,
+            block_types=["recurrent", "recurrent", "attention"],
+        )
+    )
+
+
+def _llama4() -> Any:
+    text = {
+        "attention_bias": False, "attention_chunk_size": WINDOW, "head_dim": 16,
+        "hidden_size": 32, "interleave_moe_layer_step": 8, "intermediate_size": 48,
+        "intermediate_size_mlp": 48, "max_position_embeddings": 512, "model_type": "llama4_text",
+        "num_attention_heads": 2, "num_experts_per_tok": 1, "num_hidden_layers": 4,
+        "num_key_value_heads": 1, "num_local_experts": 1, "rms_norm_eps": 1e-5,
+        "rope_scaling": None, "rope_theta": 1e4, "use_qk_norm": False, "vocab_size": VOCAB,
+    }  # fmt: skip
+    return llama4.Model(llama4.ModelArgs(model_type="llama4", text_config=text))
+
+
+def _falcon() -> Any:
+    return falcon_h1.Model(
+        falcon_h1.ModelArgs(
+            hidden_size=32,
+            head_dim=16,
+            intermediate_size=48,
+            mamba_d_head=16,
+            mamba_d_ssm=32,
+            mamba_d_state=8,
+            mamba_n_heads=2,
+            num_attention_heads=2,
+            num_hidden_layers=2,
+            num_key_value_heads=1,
+            vocab_size=VOCAB,
+            rope_theta=1e4,
+            lm_head_multiplier=1.0,
+        )
+    )
+
+
+def _sliding() -> Any:
+    kinds = ["sliding_attention", "full_attention"]
+    return tiny_llama(3, vocab_size=VOCAB, layer_types=kinds, sliding_window=WINDOW)
+
+
+# kind -> (trunk, the kinds of cache it must have); the models' own make_cache builds them.
+MODELS = {
+    "plain": (lambda: tiny_llama(3, vocab_size=VOCAB), {KVCache}),
+    "quantised": (lambda: tiny_llama(3, vocab_size=VOCAB, head_dim=32), {QuantizedKVCache}),
+    "rotating": (_sliding, {RotatingKVCache, KVCache}),
+    "recurrent": (_mamba, {ArraysCache}),
+    "gated delta + attention": (_qwen, {ArraysCache, KVCache}),
+    "recurrent + rotating": (_gemma, {ArraysCache, RotatingKVCache}),
+    "chunked": (_llama4, {ChunkedKVCache, KVCache}),
+    "cache list": (_falcon, {CacheList}),
+}
+_built: dict[str, Any] = {}
+
+
+def new_state(kind: str) -> State:
+    if kind not in _built:
+        mx.random.seed(1)
+        _built[kind] = MODELS[kind][0]()
+        if kind not in ("plain", "quantised", "rotating", "recurrent"):
+            randomise_matrices(_built[kind])
+    trunk = _built[kind]
+    caches = None
+    if kind == "quantised":
+        caches = [QuantizedKVCache(group_size=32, bits=8) for _ in trunk.layers]
+    state = State(family_of(trunk), caches)
+    assert {type(cache) for cache in state.caches} == MODELS[kind][1]
+    return state
+
+
+def randomise_matrices(trunk: Any) -> None:
+    """Louder weights than a model's initialisation, so that a wrong state is seen in the logits."""
+    mx.eval(trunk.parameters())
+    keep = {n: v for n, v in mx_flat(trunk) if v.ndim < 2}
+    randomise(trunk, 5)
+    trunk.load_weights(list(keep.items()), strict=False)
+
+
+def mx_flat(trunk: Any) -> list[tuple[str, mx.array]]:
+    from mlx.utils import tree_flatten
+
+    return tree_flatten(trunk.parameters())
+
+
+def run_prefill(state: State, tokens: list[int], chunk: int = 512) -> State:
+    for _ in state.prefill(tokens, chunk=chunk):
+        pass
+    return state
+
+
+def leaves(caches: Any) -> list[Any]:
+    out = []
+    for cache in caches:
+        out += leaves(cache.caches) if isinstance(cache, CacheList) else [cache]
+    return out
+
+
+def offsets(state: State) -> list[int]:
+    return [leaf.offset for leaf in leaves(state.caches) if hasattr(leaf, "offset")]
+
+
+def forward(state: State, tokens: list[int]) -> np.ndarray:
+    _, logits = state.forward(tokens)
+    return np.asarray(logits, dtype=np.float64)
+
+
+def assert_is_prefill_of(state: State, kind: str, tokens: list[int], tolerance=1e-4) -> None:
+    """Lengths and offsets equal, and so are the next logits: one row, then several."""
+    fresh = run_prefill(new_state(kind), tokens)
+    assert state.length == len(tokens)
+    assert offsets(state) == offsets(fresh) == [len(tokens)] * len(offsets(fresh))
+    for probe in ([8], [22, 13, 8], [16]):
+        np.testing.assert_allclose(
+            forward(state, probe), forward(fresh, probe), rtol=0, atol=tolerance
+        )
+
+
+def values(caches: Any) -> list[Any]:
+    """Every array and number of the caches, by value."""
+
+    def plain(x: Any) -> Any:
+        if isinstance(x, mx.array):
+            return np.array(x)
+        if isinstance(x, (list, tuple)):
+            return [plain(i) for i in x]
+        return x
+
+    return [plain(leaf.state) for leaf in leaves(caches)]
+
+
+def assert_same(a: Any, b: Any) -> None:
+    if isinstance(a, list):
+        assert isinstance(b, list)
+        assert len(a) == len(b)
+        for x, y in zip(a, b, strict=True):
+            assert_same(x, y)
+    elif isinstance(a, np.ndarray):
+        np.testing.assert_array_equal(a, b)
+    else:
+        assert a == b
+
+
+# Lengths of prompts around the window: well before it, where the block crosses it, just at it,
+# just after, and wrapped more than once.
+LENGTHS = (1, WINDOW - 5, WINDOW - 3, WINDOW - 1, WINDOW, WINDOW + 1, 2 * WINDOW + 3)
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_rejection_at_every_position_equals_a_fresh_prefill(kind):
+    for length in LENGTHS:
+        for keep in range(len(BLOCK) + 1):
+            state = run_prefill(new_state(kind), PROMPT[:length])
+            mark = state.mark(len(BLOCK))
+            forward(state, BLOCK)
+            state.rollback(mark, BLOCK[:keep])
+            assert_is_prefill_of(state, kind, PROMPT[:length] + BLOCK[:keep])
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_the_tests_would_see_a_rollback_that_is_missing(kind):
+    """The probe's logits do differ when rejected tokens stay in the state."""
+    wrong = run_prefill(new_state(kind), PROMPT[:9] + BLOCK[:2])
+    right = run_prefill(new_state(kind), PROMPT[:9] + BLOCK[:1])
+    assert np.abs(forward(wrong, [8]) - forward(right, [8])).max() > 1e-2
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_rounds_in_a_row_with_blocks_and_rejections_of_every_size(kind):
+    rng = np.random.default_rng(4)
+    tokens = PROMPT[:4]
+    state = run_prefill(new_state(kind), tokens, chunk=3)
+    for turn in range(14):
+        rows = rng.integers(0, VOCAB, size=1 + int(rng.integers(0, 5))).tolist()
+        keep = int(rng.integers(1, len(rows) + 1))
+        mark = state.mark(len(rows))
+        forward(state, rows)
+        state.rollback(mark, rows[:keep])
+        tokens = tokens + rows[:keep]
+        assert state.length == len(tokens), turn
+    assert len(tokens) > 2 * WINDOW
+    assert_is_prefill_of(state, kind, tokens)
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_restore_gives_back_the_very_state_bit_for_bit(kind):
+    for length in (WINDOW - 2, WINDOW + 2):
+        state = run_prefill(new_state(kind), PROMPT[:length])
+        untouched = run_prefill(new_state(kind), PROMPT[:length])
+        mark = state.mark(4)
+        forward(state, BLOCK[:4])
+        state.restore(mark)
+        assert state.length == length
+        assert offsets(state) == offsets(untouched)
+        np.testing.assert_array_equal(forward(state, [8]), forward(untouched, [8]))
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_a_mark_can_be_gone_back_to_more_than_once(kind):
+    """Caches assign into their arrays in place: a snapshot must not follow them."""
+    state = run_prefill(new_state(kind), PROMPT[: WINDOW + 2])
+    mark = state.mark(3)
+    before = values(state.caches)
+    first = []
+    for _ in range(3):
+        first.append(forward(state, BLOCK[:3]))
+        forward(state, [1])
+        forward(state, [2])
+        state.restore(mark)
+    np.testing.assert_array_equal(first[0], first[1])
+    np.testing.assert_array_equal(first[0], first[2])
+    snapshots = [i for i, leaf in enumerate(leaves(state.caches)) if i in mark.snapshots]
+    after = values(state.caches)
+    for i in snapshots:
+        assert_same(before[i], after[i])
+
+
+def test_in_place_assignment_leaves_the_snapshot_alone():
+    """One token after the window has wrapped is written into the ring itself."""
+    state = run_prefill(new_state("rotating"), PROMPT)
+    forward(state, [5])
+    mark = state.mark(1)
+    (index,) = mark.snapshots
+    kept = np.array(mark.snapshots[index][0])
+    forward(state, [6])
+    assert not np.array_equal(kept, np.array(leaves(state.caches)[index].keys))
+    np.testing.assert_array_equal(kept, np.array(mark.snapshots[index][0]))
+
+
+def test_what_can_be_trimmed_is_not_snapshotted():
+    state = run_prefill(new_state("plain"), PROMPT)
+    assert not state.mark(5).snapshots
+    early = run_prefill(new_state("rotating"), PROMPT[:2])
+    assert not early.mark(WINDOW - 3).snapshots
+    assert len(early.mark(WINDOW).snapshots) == 1
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_keeping_more_than_was_run_raises(kind):
+    state = run_prefill(new_state(kind), PROMPT[:6])
+    mark = state.mark(3)
+    forward(state, BLOCK[:2])
+    with pytest.raises(StateError, match=r"3.*2"):
+        state.rollback(mark, BLOCK[:3])
+
+
+@pytest.mark.parametrize(
+    "cache", [ConcatenateKVCache(), BatchKVCache([0]), CacheList(KVCache(), ConcatenateKVCache())]
+)
+def test_an_unknown_kind_of_cache_is_refused(cache):
+    trunk = tiny_llama(3, vocab_size=VOCAB)
+    with pytest.raises(StateError, match=r"ConcatenateKVCache|BatchKVCache"):
+        State(family_of(trunk), [KVCache(), cache])
+
+
+def test_a_subclass_is_an_unknown_kind_too():
+    class Special(KVCache):
+        pass
+
+    with pytest.raises(StateError, match="Special"):
+        State(family_of(tiny_llama(3, vocab_size=VOCAB)), [KVCache(), Special()])
+
+
+# --- a forward that does not get to its end -----------------------------------------------------
+
+LAYERS = {  # the layer class that the interruption is put into
+    "plain": lambda trunk: type(trunk.layers[0]),
+    "quantised": lambda trunk: type(trunk.layers[0]),
+    "rotating": lambda trunk: type(trunk.layers[0]),
+    "recurrent": lambda trunk: type(trunk.layers[0]),
+    "gated delta + attention": lambda trunk: type(trunk.model.layers[0]),
+    "recurrent + rotating": lambda trunk: type(trunk.layers[0]),
+    "chunked": lambda trunk: type(trunk.layers[0]),
+    "cache list": lambda trunk: type(trunk.layers[0]),
+}
+
+
+class Interrupt:
+    """Replaces a layer class's ``__call__``: raises after the n-th call has written its cache."""
+
+    def __init__(self, monkeypatch, layer_class, after: int):
+        self.left = after
+        original = layer_class.__call__
+
+        def call(layer, *args, **kwargs):
+            out = original(layer, *args, **kwargs)
+            self.left -= 1
+            if self.left == 0:
+                raise KeyboardInterrupt
+            return out
+
+        monkeypatch.setattr(layer_class, "__call__", call)
+
+
+@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize("length", [3, WINDOW - 2, WINDOW + 3])
+def test_restore_after_a_forward_that_stopped_half_way(kind, length, monkeypatch):
+    state = run_prefill(new_state(kind), PROMPT[:length])
+    mark = state.mark(3)
+    with monkeypatch.context() as patch:
+        Interrupt(patch, LAYERS[kind](state.family.trunk), after=1)
+        with pytest.raises(KeyboardInterrupt):
+            state.forward(BLOCK[:3])
+    state.restore(mark)
+    assert_is_prefill_of(state, kind, PROMPT[:length])
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_a_prefill_that_stopped_half_way_keeps_whole_chunks(kind, monkeypatch):
+    """Two chunks are in; the third stops in its first layer: the state is that of two."""
+    state = new_state(kind)
+    layers = len(state.family.trunk.layers)
+    with monkeypatch.context() as patch:
+        Interrupt(patch, LAYERS[kind](state.family.trunk), after=2 * layers + 1)
+        with pytest.raises(KeyboardInterrupt):
+            run_prefill(state, PROMPT, chunk=5)
+    assert state.length == 10
+    run_prefill(state, PROMPT[state.length :], chunk=5)
+    assert_is_prefill_of(state, kind, PROMPT)
+
+
+@pytest.mark.parametrize("kind", ["rotating", "gated delta + attention", "cache list"])
+def test_a_replay_that_stopped_half_way_leaves_the_mark(kind, monkeypatch):
+    """The rollback's own forward is interrupted: no half-written row may stay behind."""
+    state = run_prefill(new_state(kind), PROMPT[: WINDOW + 1])
+    mark = state.mark(4)
+    forward(state, BLOCK[:4])
+    with monkeypatch.context() as patch:
+        Interrupt(patch, LAYERS[kind](state.family.trunk), after=2)
+        with pytest.raises(KeyboardInterrupt):
+            state.rollback(mark, BLOCK[:2])
+    assert state.length == WINDOW + 1
+    assert_is_prefill_of(state, kind, PROMPT[: WINDOW + 1])
+
+
+# --- the pieces ---------------------------------------------------------------------------------
+
+
+def test_hidden_states_are_those_the_output_head_reads():
+    trunk = tiny_llama(3, vocab_size=VOCAB)
+    state = State(family_of(trunk))
+    (hidden,) = state.prefill(PROMPT[:4])
+    more, logits = state.forward([9, 8])
+    everything = trunk.model(mx.array([[*PROMPT[:4], 9, 8]]))[0]
+    np.testing.assert_allclose(hidden, everything[:4], atol=1e-5)
+    np.testing.assert_allclose(more, everything[4:], atol=1e-5)
+    want = trunk(mx.array([[*PROMPT[:4], 9, 8]]))[0, 4:]
+    np.testing.assert_allclose(logits, want, atol=1e-5)
+
+
+def test_prefill_comes_in_chunks_that_add_up():
+    trunk = tiny_llama(3, vocab_size=VOCAB)
+    state = State(family_of(trunk))
+    parts = list(state.prefill(PROMPT, chunk=6))
+    assert [part.shape[0] for part in parts] == [6, 6, 6, 2]
+    whole = State(family_of(trunk))
+    (once,) = whole.prefill(PROMPT)
+    np.testing.assert_allclose(mx.concatenate(parts), once, atol=1e-5)
+    np.testing.assert_allclose(forward(state, [1]), forward(whole, [1]), atol=1e-4)
+
+
+def test_a_trunk_without_a_known_family_hides_its_states():
+    state = new_state("recurrent")
+    assert isinstance(state.family, OpaqueFamily)
+    assert list(state.prefill([1, 2, 3])) == [None]
+    hidden, logits = state.forward([4, 5])
+    assert hidden is None
+    assert logits.shape == (2, VOCAB)
