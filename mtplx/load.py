@@ -218,7 +218,8 @@ def _check_packed(
     """Packed tensors fit their modules: MLX divides by these sizes in native code."""
     from mlx.utils import tree_flatten
 
-    for name, parameter in tree_flatten(model.parameters()):
+    parameters: dict[str, Any] = dict(tree_flatten(model.parameters()))
+    for name, parameter in parameters.items():
         stem = name.removesuffix(".weight")
         words, axis, per_column = weights.get(name), -1, 32
         if words is None:  # AWQ: 4-bit words of shape (columns, rows / 8), scales (groups, rows)

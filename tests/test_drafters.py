@@ -1,4 +1,4 @@
-"""Drafters: n-grams against a brute-force search, the MTP head against NumPy and a fresh prefill."""
+"""Drafters: n-grams against brute force, the MTP head against NumPy and a fresh prefill."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from mtplx.sampling import SparseDistribution
 
 WORD = 2**32 - 1
 # Upper 0.001 points of chi-square, by degrees of freedom.
-CHI_SQUARE = {1: 10.83, 3: 16.27, 4: 18.47, 15: 37.70, 63: 103.4}
+CHI_SQUARE = {15: 37.70, 63: 103.4}
 
 
 def words(key, counter):
@@ -116,10 +116,10 @@ def test_uniforms_are_uniform_in_every_direction():
     key = derive_key(Domain.RACE, 1)
     streams = {
         "tokens": uniforms(key, 5, tokens),
-        "positions": [uniforms(key, i, zero)[0] for i in range(4000)],
-        "seeds": [uniforms(derive_key(Domain.RACE, i), 0, zero)[0] for i in range(4000)],
-        "offsets": [uniforms(derive_key(Domain.ACCEPT, 1, 0, i), 0, zero)[0] for i in range(4000)],
-        "streams": [uniforms(derive_key(Domain.ACCEPT, 1, i), 0, zero)[0] for i in range(4000)],
+        "positions": [uniforms(key, i, zero)[0] for i in range(2000)],
+        "seeds": [uniforms(derive_key(Domain.RACE, i), 0, zero)[0] for i in range(2000)],
+        "offsets": [uniforms(derive_key(Domain.ACCEPT, 1, 0, i), 0, zero)[0] for i in range(2000)],
+        "streams": [uniforms(derive_key(Domain.ACCEPT, 1, i), 0, zero)[0] for i in range(2000)],
     }
     for what, values in streams.items():
         values = np.asarray(values)
@@ -255,7 +255,7 @@ def test_the_ends_of_the_seeds_are_taken():
 )
 @pytest.mark.parametrize("domain", ["race", "draft", "residual", "bonus"])
 def test_the_race_follows_the_law(law, domain):
-    draws, law, count = Draws(11, 3), np.array(law), 6000
+    draws, law, count = Draws(11, 3), np.array(law), 2500
     if domain == "draft":
         tokens = [draws.draft(i, i % 3, law) for i in range(count)]
     else:
@@ -282,7 +282,7 @@ def test_two_races_under_one_noise_agree_as_often_as_they_should():
     """P(both a) = 1 / sum_v max(p_v / p_a, q_v / q_a), summed over a."""
     p, q = np.array([0.5, 0.3, 0.2]), np.array([0.2, 0.3, 0.5])
     expected = sum(1 / np.maximum(p / p[a], q / q[a]).sum() for a in range(3))
-    draws, count = Draws(4), 6000
+    draws, count = Draws(4), 3000
     agreed = sum(draws.race(i, p) == draws.race(i, q) for i in range(count))
     assert abs(agreed / count - expected) < 5 * math.sqrt(expected * (1 - expected) / count)
     assert all(draws.race(i, p) == draws.race(i, p.copy()) for i in range(50))

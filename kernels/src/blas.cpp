@@ -22,8 +22,8 @@ constexpr int kAbi = 1;
 
 // A product costs its multiply-adds / 16 plus the elements of both factors: a product of few rows is bound by reading
 // its weights. Below kSmall it runs on one thread; a tile costs about kTile. Measured: kernels/README.md.
-constexpr std::int64_t kSmall = std::int64_t{1} << 17;
-constexpr std::int64_t kTile = std::int64_t{1} << 16;
+constexpr std::int64_t kSmall = std::int64_t{1} << 15;
+constexpr std::int64_t kTile = std::int64_t{1} << 15;
 
 enum Code : int {
   kOk = 0,
