@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 import typer
 
 from . import __version__, console
-from .blas import Choice, activate
+from .blas import Choice, activate, describe
 from .errors import MtplxError, RequestError
 from .options import DraftSource, Options, RuleName, WeightsForm
 from .sampler_config import SamplerConfig
@@ -205,9 +205,10 @@ def inspect(
 ) -> None:
     """Say what a model is and what would run, without loading its weights."""
     with _reported():
+        _prepare("auto")
         from .inspection import inspect as inspect_model
 
-        info = inspect_model(model).to_dict()
+        info = {**inspect_model(model).to_dict(), "drafts": "ngram", "blas": describe()}
         console.print_json(info) if as_json else console.print_fields(info)
 
 

@@ -6,18 +6,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 from mtplx import fetch, gguf, gguf_llama, tokenizer
 from mtplx.checkpoint import BITS, GROUP_SIZES, Checkpoint, read_checkpoint
 from mtplx.errors import ModelError, ModelFileError
 from mtplx.fetch import DEFAULT_MODEL
+from mtplx.options import WeightsForm
 
 if TYPE_CHECKING:
     import mlx.core as mx
     import mlx.nn as nn
-
-WEIGHTS = ("auto", "packed", "float32")
 
 
 @dataclass(frozen=True)
@@ -60,8 +59,9 @@ def load(model: str | Path = DEFAULT_MODEL, *, weights: str = "auto", head: Any 
     Raises ``ModelError`` (unknown name, unsupported model), ``ModelFileError`` (naming file and
     tensor), ``FetchError``, and ``ValueError`` for another ``weights``.
     """
-    if weights not in WEIGHTS:
-        raise ValueError(f"weights is {weights!r}, not one of {', '.join(WEIGHTS)}")
+    forms = get_args(WeightsForm)
+    if weights not in forms:
+        raise ValueError(f"weights is {weights!r}, not one of {', '.join(forms)}")
     path = fetch.resolve(model)
     form = resolve_weights(weights)
     if path.is_dir():

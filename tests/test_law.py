@@ -1,6 +1,6 @@
 """The joint law of whole blocks and the rounds after them, by enumeration.
 
-A round is played with the shipped functions: drafts by ``Draws``, ``verify.verify`` for the verdict.
+A round is played with the shipped functions: ``Draws`` for the drafts, ``verify`` for the verdict.
 Only the noise is replaced, below ``Draws``: ``rng.race`` and ``rng.uniforms`` fork the play over
 every outcome instead of computing one. Noise is known by its Threefry key and position, so draws
 with equal keys are one random variable and draws with different keys are independent:
@@ -10,7 +10,7 @@ with equal keys are one random variable and draws with different keys are indepe
   one noise is a convex polygon, and the chance of the next winner a ratio of areas. Exact.
 * coins: what comparisons have told of one uniform is an interval, cut where acceptance flips.
 
-The law of the emitted tokens, played on by p itself up to a common length, must be the product of p.
+The law of what is emitted, played on by p itself up to a common length, must be the product of p.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import itertools
 from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import cache
 
 import numpy as np
 import pytest
@@ -67,6 +68,24 @@ def clip(polygon, side: Callable) -> tuple:
     return tuple(out)
 
 
+@cache
+def cut(polygon: tuple, ids: tuple, probs: tuple) -> list:
+    """The winners of a race and the parts of ``polygon`` where they win: (share, (id, part))."""
+    assert max(ids) < 3, "the triangle is of three tokens"
+    if len(ids) == 1:
+        return [(1.0, (ids[0], polygon))]
+    outcomes = []
+    for a, p in zip(ids, probs, strict=True):
+        part = polygon
+        for v, other in zip(ids, probs, strict=True):
+            if v != a:
+                part = clip(part, lambda e, v=v, p=p, o=other, a=a: e[v] * p - e[a] * o)
+        outcomes.append((area(part) / area(polygon), (a, part)))
+    total = sum(share for share, _ in outcomes)
+    assert abs(total - 1.0) < 1e-9
+    return [(share / total, o) for share, o in outcomes if share > 1e-14]
+
+
 @dataclass
 class Noise:
     """One path of the play: what is known of every random variable, and how likely it is."""
@@ -89,20 +108,8 @@ class Noise:
 
     def race(self, key, position, law) -> int:
         ids, probs = rng.support(law)
-        assert ids.max() < 3, "the triangle is of three tokens"
         polygon = self.known.get((key, position), TRIANGLE)
-        whole = area(polygon)
-        outcomes = []
-        for a, p in zip(ids.tolist(), probs.tolist(), strict=True):
-            part = polygon
-            for v, other in zip(ids.tolist(), probs.tolist(), strict=True):
-                if v != a:
-                    part = clip(part, lambda e, v=v, p=p, o=other, a=a: e[v] * p - e[a] * o)
-            share = 1.0 if ids.size == 1 else area(part) / whole
-            outcomes.append((share if share > 1e-14 else 0.0, (a, part)))
-        total = sum(share for share, _ in outcomes)
-        assert abs(total - 1.0) < 1e-9
-        winner, part = self.fork([(share / total, o) for share, o in outcomes])
+        winner, part = self.fork(cut(polygon, tuple(ids.tolist()), tuple(probs.tolist())))
         self.known[key, position] = part
         return winner
 
@@ -287,6 +294,7 @@ def penalised(vocab: int, seed: int, **parameters):
     logits = np.random.default_rng(seed).normal(0, 1, (vocab + 1, vocab))
     config = SamplerConfig(**{"temperature": 0.8, "top_p": 1.0, "top_k": 0, **parameters})
 
+    @cache
     def law(history):
         row = logits[history[-1] if history else vocab]
         return distribution_from_logits(
@@ -321,10 +329,11 @@ CASES = {
         one_hot(3, lambda h: (len(h) * 2 + sum(h)) % 3), markov(3, 17), depth(2), 3
     ),
     "both one-hot": Case(one_hot(3, lambda h: len(h) % 3), one_hot(3, lambda h: 1), depth(3), 3),
-    "EOS ends the block": Case(markov(3, 18), markov(3, 19), depth(2), 3, eos=(2,), rounds=3),
+    "EOS ends the block": Case(markov(3, 18), markov(3, 19), depth(2), 3, eos=(2,)),
     "drafts go on past EOS": Case(
-        markov(3, 20), markov(3, 21), depth(3), 3, eos=(1,), stop_drafting_at_eos=False
+        markov(3, 20), markov(3, 21), deep_then_shallow, 3, eos=(1,), stop_drafting_at_eos=False
     ),
+    "EOS, three rounds": Case(markov(2, 42), markov(2, 43), depth(2), 2, eos=(0,), rounds=3),
     "two EOS": Case(markov(3, 22), markov(3, 23), depth(2), 3, eos=(0, 2)),
     "depth by history": Case(markov(3, 24), markov(3, 25), depth_of_history, 3, rounds=3),
     "no drafts": Case(markov(3, 26), markov(3, 27), depth(0), 3, rounds=4, longest=4),
@@ -400,7 +409,7 @@ def joint_of_two_races(p, q) -> np.ndarray:
         if a == b:
             out[a, a] = 1 / sum(max(q[v] / q[a], p[v] / p[a]) for v in range(3))
             continue
-        c = [v for v in range(3) if v not in (a, b)][0]
+        c = next(v for v in range(3) if v not in (a, b))
         low, high = q[b] / q[a], p[b] / p[a]
         knee = (q[c] / q[a]) / (p[c] / p[b])
         marks = sorted({low, high, *([knee] if low < knee < high else [])})
@@ -472,6 +481,9 @@ def mutate(monkeypatch, name: str) -> None:
     def residual_by_draft_noise(self, position, law):
         return rng.race(derive_key(Domain.DRAFT, self.seed, self.stream), position, law)
 
+    def backwards(p, q):
+        return residual_distribution(q, p)
+
     def floored(p, q):
         mass = np.maximum(dense(p) - dense(q), 0.0) + 1e-2
         return mass / mass.sum()
@@ -479,7 +491,7 @@ def mutate(monkeypatch, name: str) -> None:
     targets = {
         "residual is p": (token_rule, "residual_distribution", lambda p, q: p),
         "residual with an epsilon": (token_rule, "residual_distribution", floored),
-        "residual of q": (token_rule, "residual_distribution", lambda p, q: residual_distribution(q, p)),
+        "residual of q": (token_rule, "residual_distribution", backwards),
         "every draft is kept": (token_rule, "accepts", lambda u, p, q: p > 0),
         "accepted by p alone": (token_rule, "accepts", lambda u, p, q: u < 0.5 * p / q),
         "<= instead of <, at u = 0": (token_rule, "accepts", lambda u, p, q: u * q <= p + 1e-300),
@@ -513,12 +525,6 @@ def test_a_wrong_q_is_caught(monkeypatch):
         row = raw(history).copy()
         row[np.argmin(row)] = 0.0
         return row / row.sum()
-
-    def judged_by_raw(rule, p_rows, q_rows, draft, draws, *, start, eos_ids):
-        assert not start < 5
-        history = judged_by_raw.history
-        rows = [raw((*history, *draft[:i])) for i in range(len(draft))]
-        return verify(rule, p_rows, rows, draft, draws, start=start, eos_ids=eos_ids)
 
     case = replace(MUTATED, q=truncated)
     assert total_variation("token", case, monkeypatch) <= EXACT
