@@ -93,6 +93,8 @@ class Engine:
         proposal = Proposal(sequence.history.law_after, draw, self.vocab_size)
         draft = sequence.drafter.propose(depth, proposal)
         for i, token in enumerate(draft.tokens):
+            if not 0 <= token < self.vocab_size:
+                raise ValueError(f"drafted id {token} is outside of [0, {self.vocab_size})")
             if token in sequence.eos_ids:
                 return Draft(draft.tokens[: i + 1], draft.q_rows[: i + 1])
         return draft

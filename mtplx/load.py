@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
 from mtplx import fetch, gguf, gguf_llama, tokenizer
+from mtplx.blas import activate
 from mtplx.checkpoint import BITS, GROUP_SIZES, Checkpoint, read_checkpoint
 from mtplx.errors import ModelError, ModelFileError
 from mtplx.fetch import DEFAULT_MODEL
@@ -59,6 +60,7 @@ def load(model: str | Path = DEFAULT_MODEL, *, weights: str = "auto", head: Any 
     Raises ``ModelError`` (unknown name, unsupported model), ``ModelFileError`` (naming file and
     tensor), ``FetchError``, and ``ValueError`` for another ``weights``.
     """
+    activate()  # has an effect only if nothing has imported MLX yet
     forms = get_args(WeightsForm)
     if weights not in forms:
         raise ValueError(f"weights is {weights!r}, not one of {', '.join(forms)}")

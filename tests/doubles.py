@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any
 
 import mlx.core as mx
@@ -67,11 +68,12 @@ class ExactFamily(Family):
 def hashed_logits(vocab_size: int, *, order: int = 2, seed: int = 0, scale: float = 1.5) -> Logits:
     """Random logits that depend on the last ``order`` ids."""
 
-    def logits(prefix: tuple[int, ...]) -> np.ndarray:
-        key = [seed, *[t + 1 for t in prefix[-order:]]]
+    @cache
+    def row(past: tuple[int, ...]) -> np.ndarray:
+        key = [seed, *[t + 1 for t in past]]
         return np.random.default_rng(key).standard_normal(vocab_size) * scale
 
-    return logits
+    return lambda prefix: row(prefix[-order:]).copy()
 
 
 def scripted_logits(tokens: Sequence[int], prompt_length: int, vocab_size: int) -> Logits:
@@ -137,13 +139,17 @@ class RandomDrafter(Remembering):
         super().__init__()
         self.seed, self.scale = seed, scale
 
+    @staticmethod
+    @cache
+    def _row(key: tuple[int, ...], vocab_size: int) -> mx.array:
+        return mx.array(np.random.default_rng(key).standard_normal(vocab_size), mx.float32)
+
     def propose(self, depth: int, proposal: Proposal) -> Draft:
         tokens: list[int] = []
         q_rows = []
         for i in range(depth):
-            rng = np.random.default_rng([self.seed, 7, *self.tokens[-2:], i])
-            row = mx.array((rng.standard_normal(proposal.vocab_size) * self.scale), mx.float32)
-            q_rows.append(proposal.law(row, tokens))
+            row = self._row((self.seed, 7, *self.tokens[-2:], i), proposal.vocab_size)
+            q_rows.append(proposal.law(row * self.scale, tokens))
             tokens.append(proposal.draw(i, q_rows[-1]))
         return Draft(tokens, q_rows)
 
@@ -255,8 +261,7 @@ def check_state(sequence: EngineSequence) -> None:
     """Lengths, and with an ``ExactFamily`` the very ids, are those of the committed tokens."""
     state, committed = sequence.state, sequence.tokens[:-1]
     assert state.length == len(committed)
-    for cache in state.caches:
-        assert cache.offset == len(committed)
+    assert [held.offset for held in state.caches] == [len(committed)] * len(state.caches)
     if isinstance(state.family, ExactFamily):
         held = np.asarray(state.caches[0].keys_and_values()[0]).reshape(-1)
         assert held.astype(int).tolist() == committed

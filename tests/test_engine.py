@@ -10,27 +10,22 @@ import pytest
 from doubles import (
     GREEDY,
     PLAIN,
-    BlockDrafter,
     ExactFamily,
     KnowingDrafter,
     RandomDrafter,
-    Spelling,
-    check_state,
     hashed_logits,
     new_sequence,
     randomise,
     row_logits,
     run,
     same_or_near_tie,
-    scripted_logits,
-    text_of,
     tiny_llama,
 )
 from scipy_free import chi_square_p
 
-from mtplx.drafters import Draft, MTPDrafter, NgramDrafter
+from mtplx.distribution import SparseDistribution
+from mtplx.drafters import MTPDrafter, NgramDrafter
 from mtplx.engine import Engine
-from mtplx.errors import NonFiniteLogitsError
 from mtplx.fast_sampling import sparse_distributions_from_mlx_logits
 from mtplx.mtp_patch import attach_head, new_head
 from mtplx.sampler_config import SamplerConfig
@@ -76,7 +71,7 @@ def sampling(temperature, **more):
 @pytest.mark.parametrize("temperature", TEMPERATURES)
 def test_coupled_output_is_plain_decodings_token_for_token(trunk, head, temperature):
     near_ties = 0
-    for seed in range(10):
+    for seed in range(5):
         config = sampling(temperature)
         plain = run(new_sequence(trunk, PROMPT, seed=seed, config=config, max_tokens=16))
         output = plain.tokens[len(PROMPT) :]
@@ -99,7 +94,7 @@ def test_coupled_output_is_plain_decodings_token_for_token(trunk, head, temperat
 def test_coupled_output_on_an_exact_trunk_has_no_near_ties(depth):
     """Many seeds, a trunk whose rows do not depend on their number: equality without excuse."""
     family = ExactFamily(hashed_logits(16), 16)
-    for seed in range(40):
+    for seed in range(12):
         config = sampling((0.3, 0.6, 1.0, 1.7)[seed % 4])
         plain = run(new_sequence(family, PROMPT[:2], seed=seed, config=config, max_tokens=15))
         for drafter in (RandomDrafter(seed), NgramDrafter(shortest=1, longest=2)):
@@ -137,7 +132,7 @@ def test_penalties_count_the_drafts_of_the_block(penalties):
     logits = hashed_logits(12, order=1, scale=2.5)
     family = ExactFamily(logits, 12)
     changed = 0
-    for seed in range(25):
+    for seed in range(9):
         config = sampling((0.0, 0.7, 1.2)[seed % 3], **penalties)
         plain = run(new_sequence(family, [1, 2, 1], seed=seed, config=config, max_tokens=14))
         output = plain.tokens[3:]
@@ -150,7 +145,7 @@ def test_penalties_count_the_drafts_of_the_block(penalties):
         neutral = sampling(config.temperature)
         other = run(new_sequence(family, [1, 2, 1], seed=seed, config=neutral, max_tokens=14))
         changed += other.tokens != plain.tokens
-    assert changed > 10, "the penalties must matter for this test to mean anything"
+    assert changed > 3, "the penalties must matter for this test to mean anything"
 
 
 def test_the_law_of_a_row_does_not_depend_on_the_rows_beside_it(trunk):
@@ -175,6 +170,22 @@ def test_the_law_of_a_row_does_not_depend_on_the_rows_beside_it(trunk):
 
 
 # --- the token rule's law -------------------------------------------------------------------------
+
+
+@pytest.fixture
+def host_law(monkeypatch):
+    """The reference law in place of its device twin, whose parity is tested elsewhere: faster."""
+
+    def laws(logits, config, *, token_counts=None, prompt_ids=None):
+        rows = np.asarray(logits, dtype=np.float64)
+        counts = [None] * len(rows) if token_counts is None else token_counts
+        out = []
+        for row, count in zip(rows, counts, strict=True):
+            p = distribution_from_logits(row, config, token_counts=count, prompt_ids=prompt_ids)
+            out.append(SparseDistribution(np.flatnonzero(p), p[p > 0], p.size))
+        return out
+
+    monkeypatch.setattr("mtplx.sequence.sparse_distributions_from_mlx_logits", laws)
 
 
 def exact_law(logits, config, prompt, length, eos=()):
@@ -210,14 +221,15 @@ CONFIGS = {
 }
 
 
-@pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("name", CONFIGS)
-def test_the_outputs_law_is_exact(rule, name):
+@pytest.mark.parametrize(
+    ("rule", "name"), [*(("token", name) for name in CONFIGS), ("coupled", "filtered")]
+)
+def test_the_outputs_law_is_exact(rule, name, host_law):
     """Joint law of three tokens (V = 8) over fixed seeds, with drafts that have another law."""
-    config, logits, prompt = CONFIGS[name], hashed_logits(8, seed=5), (3, 6)
+    config, logits, prompt = CONFIGS[name], hashed_logits(8, seed=5), (3,)
     family = ExactFamily(logits, 8)
     samples = Counter()
-    for seed in range(2500):
+    for seed in range(1000):
         drafter = RandomDrafter(2) if seed % 2 else NgramDrafter(shortest=1, longest=2)
         sequence = new_sequence(
             family, prompt, drafter, rule=rule, depth=3, seed=seed, config=config, max_tokens=3
@@ -229,11 +241,11 @@ def test_the_outputs_law_is_exact(rule, name):
     assert_follows(samples, exact_law(logits, config, prompt, 3))
 
 
-def test_the_law_with_an_end_of_sequence_inside_blocks():
+def test_the_law_with_an_end_of_sequence_inside_blocks(host_law):
     logits, prompt = hashed_logits(6, seed=8), (3,)
     family = ExactFamily(logits, 6)
     samples = Counter()
-    for seed in range(2500):
+    for seed in range(1000):
         sequence = new_sequence(
             family, prompt, RandomDrafter(4), rule="token", depth=3, seed=seed, max_tokens=4,
             eos_ids=[2],
@@ -264,7 +276,7 @@ def test_the_law_on_a_llama_with_an_mtp_head():
 
     samples = Counter()
     accepted = 0
-    for seed in range(1200):
+    for seed in range(300):
         sequence = new_sequence(
             trunk, [1, 5], MTPDrafter(attach_head(trunk, head)), rule="token", depth=2, seed=seed,
             config=config, max_tokens=3,
@@ -274,426 +286,5 @@ def test_the_law_on_a_llama_with_an_mtp_head():
             engine.step([sequence])
         samples[tuple(sequence.token_ids[:2])] += 1
         accepted += sum(sequence.stats.accepted)
-    assert accepted > 200
+    assert accepted > 40
     assert_follows(samples, exact_law(logits, config, (1, 5), 2))
-
-
-# --- where an output ends -------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("depth", [0, *DEPTHS])
-def test_max_tokens_is_exact(rule, depth):
-    family = ExactFamily(scripted_logits(list(range(30)), 2, 40), 40)
-    for limit in range(1, 14):
-        drafter = KnowingDrafter(2, list(range(30)))
-        sequence = new_sequence(family, [35, 36], drafter, rule=rule, depth=depth, max_tokens=limit)
-        run(sequence)
-        assert sequence.token_ids == list(range(limit))
-        assert sequence.finish_reason == "length"
-        assert sequence.stats.tokens == limit
-        assert sequence.stats.rounds == -(-limit // (depth + 1))
-
-
-@pytest.mark.parametrize("rule", RULES)
-def test_a_drafter_that_ignores_the_depth_does_not_pass_max_tokens(rule):
-    class Eager(KnowingDrafter):
-        def propose(self, depth, proposal):
-            return super().propose(depth + 4, proposal)
-
-    family = ExactFamily(scripted_logits(list(range(30)), 2, 40), 40)
-    sequence = new_sequence(
-        family, [35, 36], Eager(2, list(range(30))), rule=rule, depth=3, max_tokens=5
-    )
-    run(sequence)
-    assert sequence.token_ids == [0, 1, 2, 3, 4]
-
-
-@pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("depth", [0, *DEPTHS])
-@pytest.mark.parametrize("at", range(8))
-def test_end_of_sequence_at_each_offset_of_a_block(rule, depth, at):
-    script = [5] * at + [2] + [6] * 12
-    family = ExactFamily(scripted_logits(script, 2, 10), 10)
-    drafter = KnowingDrafter(2, script)
-    sequence = new_sequence(
-        family, [7, 8], drafter, rule=rule, depth=depth, eos_ids=[2], max_tokens=20
-    )
-    run(sequence)
-    assert sequence.token_ids == script[: at + 1]
-    assert sequence.finish_reason == "stop"
-    assert text_of(sequence) == "<5>" * at
-    assert sequence.stats.tokens == at + 1
-    assert sequence.state.length == 2 + at
-
-
-def test_no_row_after_an_end_of_sequence_is_run():
-    """A draft block ends at its first end-of-sequence token, even if more was drafted."""
-    family = ExactFamily(scripted_logits([5, 2, 6, 6, 6, 6], 2, 10), 10)
-    drafter = KnowingDrafter(2, [5, 2, 6, 6, 6])
-    run(new_sequence(family, [7, 8], drafter, depth=5, eos_ids=[2], max_tokens=20))
-    assert family.rows == [3]
-
-
-@pytest.mark.parametrize("rule", RULES)
-def test_a_drafted_end_of_sequence_that_is_refused_does_not_end(rule):
-    family = ExactFamily(scripted_logits([5, 6, 7, 8, 1, 1], 2, 10), 10)
-    sequence = new_sequence(
-        family, [7, 8], BlockDrafter([[5, 2, 7]]), rule=rule, depth=3, eos_ids=[2], max_tokens=6
-    )
-    run(sequence)
-    assert sequence.token_ids == [5, 6, 7, 8, 1, 1]
-
-
-# "abcdefghij", one letter a token, but token 10 is "xyz" and token 11 nothing.
-LETTERS = [*"abcdefghij", "xyz", ""]
-
-
-def spelled(script, stops, depth, *, rule="coupled", max_tokens=30, eos=(), left="", drafts=None):
-    family = ExactFamily(scripted_logits(script, 2, 12), 12)
-    drafter = KnowingDrafter(2, script) if drafts is None else BlockDrafter(drafts)
-    sequence = new_sequence(
-        family, [0, 0], drafter, rule=rule, depth=depth, stops=stops, max_tokens=max_tokens,
-        eos_ids=eos, detokenizer=Spelling(LETTERS, left),
-    )  # fmt: skip
-    return run(sequence)
-
-
-STOP_CASES = {
-    # name: (script, stops, text, kept ids, finish reason)
-    "inside a token": ([0, 10, 1], ["y"], "ax", [0, 10], "stop"),
-    "a whole token": ([0, 10, 1], ["xyz"], "a", [0], "stop"),
-    "across tokens": ([0, 1, 2, 3, 4, 5], ["cde"], "ab", [0, 1], "stop"),
-    "from inside a token into the next": ([0, 10, 1, 2], ["zb"], "axy", [0, 10], "stop"),
-    "at the very start": ([0, 1, 2], ["ab"], "", [], "stop"),
-    "two stops, the earlier in the text": ([0, 1, 2, 3], ["d", "bc"], "a", [0], "stop"),
-    "two stops in one token": ([0, 10], ["z", "y"], "ax", [0, 10], "stop"),
-    "a beginning that comes to nothing": ([0, 1, 2, 0, 3, 9], ["abd", "bce"], None, None, "length"),
-    "a beginning inside a beginning": ([0, 0, 1, 2, 3], ["aabd", "abc"], "a", [0], "stop"),
-    "tokens without text between": ([0, 11, 1, 11, 2, 3], ["bc"], "a", [0], "stop"),
-}
-
-
-@pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("case", STOP_CASES)
-def test_stop_strings_cut_text_ids_and_counters_alike(rule, case):
-    script, stops, text, kept, reason = STOP_CASES[case]
-    if text is None:
-        text, kept = "".join(LETTERS[t] for t in script), script
-    for depth in range(7):
-        sequence = spelled(script, stops, depth, rule=rule, max_tokens=len(script))
-        assert text_of(sequence) == text
-        assert sequence.token_ids == kept
-        assert sequence.finish_reason == reason
-        assert sequence.stats.tokens == len(kept)
-        assert sum(sequence.stats.accepted) <= max(len(kept), 0)
-
-
-def test_a_stop_across_draft_blocks():
-    for blocks in ([[0], [2], [4]], [[0, 1, 2], [4, 5]], [[0, 1], [3]], [[], [1], [], [4]]):
-        sequence = spelled([0, 1, 2, 3, 4, 5], ["bcde"], 3, drafts=blocks)
-        assert text_of(sequence) == "a"
-        assert sequence.token_ids == [0]
-        assert sequence.finish_reason == "stop"
-
-
-def test_a_stop_that_the_last_token_completes_is_a_stop():
-    for depth in range(5):
-        sequence = spelled([0, 1, 2, 3], ["cd"], depth, max_tokens=4)
-        assert (text_of(sequence), sequence.token_ids) == ("ab", [0, 1])
-        assert sequence.finish_reason == "stop"
-
-
-def test_a_beginning_of_a_stop_is_shown_when_the_output_ends():
-    for depth in range(5):
-        by_length = spelled([0, 1, 2, 3], ["cdx"], depth, max_tokens=4)
-        assert (text_of(by_length), by_length.finish_reason) == ("abcd", "length")
-        assert by_length.token_ids == [0, 1, 2, 3]
-        by_eos = spelled([0, 1, 2, 3, 9], ["cdx"], depth, eos=[9])
-        assert (text_of(by_eos), by_eos.finish_reason) == ("abcd", "stop")
-        assert by_eos.token_ids == [0, 1, 2, 3, 9]
-
-
-def test_a_stop_that_the_flush_completes():
-    for depth in range(5):
-        sequence = spelled([0, 1, 2, 3], ["d\ufffd"], depth, max_tokens=4, left="\ufffd")
-        assert text_of(sequence) == "abc"
-        assert sequence.token_ids == [0, 1, 2]
-        assert sequence.finish_reason == "stop"
-
-
-@pytest.mark.parametrize("depth", range(6))
-def test_the_earliest_terminator_wins(depth):
-    # Stop string and max_tokens by the same token: the stop string ends it.
-    assert spelled([0, 1, 2, 3], ["c"], depth, max_tokens=3).finish_reason == "stop"
-    # End of sequence and max_tokens by the same token: the end of sequence.
-    both = spelled([0, 1, 9, 3], [], depth, max_tokens=3, eos=[9])
-    assert (both.finish_reason, both.token_ids) == ("stop", [0, 1, 9])
-    # An end of sequence behind a stop string, and the other way round, in one block.
-    first = spelled([0, 1, 9, 3], ["b"], depth, eos=[9])
-    assert (text_of(first), first.token_ids) == ("a", [0])
-    second = spelled([0, 9, 1, 3], ["b"], depth, eos=[9])
-    assert (text_of(second), second.token_ids) == ("a", [0, 9])
-    # The limit before either.
-    third = spelled([0, 1, 9, 3], ["c", "d"], depth, max_tokens=2, eos=[9])
-    assert (third.finish_reason, third.token_ids) == ("length", [0, 1])
-
-
-@pytest.mark.parametrize("depth", DEPTHS)
-def test_segments_say_which_characters_were_drafted(depth):
-    sequence = spelled([0, 1, 2, 3, 4, 5], [], depth, max_tokens=6, drafts=[[0, 1], [9], [4]])
-    flags = "".join(("D" if s.from_draft else "-") * len(s.text) for s in sequence.segments)
-    assert text_of(sequence) == "abcdef"
-    # depth 1 cuts the first block to one token
-    assert flags == {1: "D---D-"}.get(depth, "DD--D-")
-
-
-# --- interruptions --------------------------------------------------------------------------------
-
-
-class Once:
-    """Calls through, but raises the first time ``armed``."""
-
-    def __init__(self, inner, error, after=False):
-        self.inner, self.error, self.after, self.armed = inner, error, after, False
-
-    def __call__(self, *args, **kwargs):
-        if self.armed:
-            self.armed = False
-            if self.after:
-                self.inner(*args, **kwargs)
-            raise self.error
-        return self.inner(*args, **kwargs)
-
-
-def places(sequence, monkeypatch):
-    """Where a round can be interrupted, by name: an object to arm."""
-    import mtplx.engine
-
-    family, drafter = sequence.state.family, sequence.drafter
-    out = {
-        "drafter": Once(drafter.propose, RuntimeError("draft"), after=True),
-        "forward, before": Once(family.forward, RuntimeError("forward")),
-        "forward, caches written": Once(family.forward, MemoryError(), after=True),
-        "law": Once(sequence.history.laws, KeyboardInterrupt()),
-        "verify": Once(mtplx.engine.verify, KeyboardInterrupt(), after=True),
-        "rollback": Once(sequence.state.rollback, KeyboardInterrupt(), after=True),
-    }
-    monkeypatch.setattr(drafter, "propose", out["drafter"])
-    monkeypatch.setattr(sequence.history, "laws", out["law"])
-    monkeypatch.setattr(mtplx.engine, "verify", out["verify"])
-    monkeypatch.setattr(sequence.state, "rollback", out["rollback"])
-
-    def forward(*args):
-        early = out["forward, before"]
-        return (early if early.armed else out["forward, caches written"])(*args)
-
-    monkeypatch.setattr(family, "forward", forward)
-    return out
-
-
-PLACES = (
-    "drafter", "forward, before", "forward, caches written", "law", "verify", "rollback",
-)  # fmt: skip
-
-
-def snapshot(sequence):
-    return (
-        list(sequence.tokens), list(sequence.segments), sequence.state.length,
-        dict(sequence.history.counts), sequence.stats.rounds, sequence.stats.tokens,
-        list(sequence.stats.drafted), sequence.finish_reason, sequence.output.kept_tokens(),
-    )  # fmt: skip
-
-
-@pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("kind", ["exact", "mtp", "sliding"])
-def test_an_interrupted_round_never_was(rule, place, kind, trunk, head, monkeypatch):
-    config = sampling(0.9, presence_penalty=0.5)
-
-    def fresh():
-        if kind == "exact":
-            drafter, model = RandomDrafter(2), ExactFamily(hashed_logits(16), 16)
-        elif kind == "mtp":
-            drafter, model = MTPDrafter(attach_head(trunk, head)), trunk
-        else:
-            kinds = ["sliding_attention", "full_attention"]
-            model = tiny_llama(3, layer_types=kinds, sliding_window=8)
-            drafter = RandomDrafter(2)
-        return new_sequence(
-            model, [9, 4, 11], drafter, rule=rule, depth=3, seed=5, config=config, max_tokens=18
-        )
-
-    undisturbed = run(fresh())
-    sequence = fresh()
-    engine = Engine(16 if kind == "exact" else 64)
-    with monkeypatch.context() as patch:
-        spots = places(sequence, patch)
-        while sequence.finish_reason is None:
-            engine._prefill(sequence)
-            before = snapshot(sequence)
-            spots[place].armed = True
-            with pytest.raises(type(spots[place].error)):
-                engine.step([sequence])
-            assert snapshot(sequence) == before
-            check_state(sequence)
-            engine.step([sequence])
-            check_state(sequence)
-    assert sequence.tokens == undisturbed.tokens
-    assert sequence.segments == undisturbed.segments
-    for name in ("rounds", "tokens", "drafted", "accepted"):
-        assert getattr(sequence.stats, name) == getattr(undisturbed.stats, name)
-
-
-def test_an_interrupted_prefill_goes_on_where_it_was(trunk, head):
-    undisturbed = run(
-        new_sequence(trunk, PROMPT * 3, MTPDrafter(attach_head(trunk, head)), depth=3, rule="token")
-    )
-    drafter = MTPDrafter(attach_head(trunk, head))
-    sequence = new_sequence(trunk, PROMPT * 3, drafter, depth=3, rule="token")
-    family, engine = sequence.state.family, Engine(64)
-    family.prefill = Once(family.prefill, KeyboardInterrupt(), after=True)
-    family.prefill.armed = True
-    with pytest.raises(KeyboardInterrupt):
-        engine.step([sequence])
-    assert sequence.state.length == 0
-    assert all(cache.offset == 0 for cache in sequence.state.caches)
-    assert run(sequence).tokens == undisturbed.tokens
-
-
-@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize("row", [0, 2])
-def test_logits_that_are_not_finite_raise_and_leave_the_state(bad, temperature, row):
-    broken = []
-
-    def logits(prefix):
-        values = hashed_logits(8)(prefix)
-        if broken and len(prefix) == broken[0]:
-            values[3] = bad
-        return values
-
-    def fresh():
-        return new_sequence(
-            ExactFamily(logits, 8), [1, 2], RandomDrafter(1), rule="token", depth=3,
-            config=sampling(temperature), max_tokens=10,
-        )  # fmt: skip
-
-    want = run(fresh()).tokens
-    sequence, engine = fresh(), Engine(8)
-    engine.step([sequence])
-    before = snapshot(sequence)
-    broken.append(len(sequence.tokens) + row)
-    with pytest.raises(NonFiniteLogitsError) as caught:
-        engine.step([sequence])
-    assert (caught.value.nan_count or 0) + (caught.value.inf_count or 0) == 1
-    assert snapshot(sequence) == before
-    check_state(sequence)
-    broken.clear()
-    assert run(sequence).tokens == want
-
-
-@pytest.mark.parametrize("token", [-1, 8, 10**6])
-def test_a_drafted_id_outside_of_the_vocabulary_never_reaches_the_trunk(token):
-    class Wild(RandomDrafter):
-        def propose(self, depth, proposal):
-            draft = super().propose(depth, proposal)
-            return Draft([*draft.tokens[:-1], token], draft.q_rows)
-
-    family = ExactFamily(hashed_logits(8), 8)
-    sequence = new_sequence(family, [1, 2], Wild(1), depth=2)
-    with pytest.raises(ValueError, match=str(token)):
-        Engine(8).step([sequence])
-    assert family.rows == []
-
-
-def test_a_draft_without_its_laws_is_refused():
-    class Bare(RandomDrafter):
-        def propose(self, depth, proposal):
-            return Draft(super().propose(depth, proposal).tokens, [])
-
-    sequence = new_sequence(ExactFamily(hashed_logits(8), 8), [1, 2], Bare(1), depth=2)
-    with pytest.raises(ValueError, match="q rows"):
-        Engine(8).step([sequence])
-    assert sequence.tokens == [1, 2]
-    assert sequence.state.length == 1
-
-
-# --- several sequences ----------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("rule", RULES)
-def test_sequences_in_one_list_do_not_feel_each_other(trunk, head, rule):
-    def fresh():
-        drafter = MTPDrafter(attach_head(trunk, head))
-        return [
-            new_sequence(trunk, PROMPT, drafter, rule=rule, depth=3, seed=1, max_tokens=14),
-            new_sequence(
-                trunk, [5, 6], NgramDrafter(shortest=1), rule=rule, depth=4, seed=2, max_tokens=5
-            ),
-            new_sequence(trunk, [7], RandomDrafter(2), rule=rule, depth=2, seed=1, max_tokens=20),
-        ]
-
-    alone = [run(sequence) for sequence in fresh()]
-    together, engine = fresh(), Engine(64)
-    while any(sequence.finish_reason is None for sequence in together):
-        engine.step(together)
-    assert [s.tokens for s in together] == [s.tokens for s in alone]
-    assert [s.stats.rounds for s in together] == [s.stats.rounds for s in alone]
-
-
-def test_a_finished_sequence_is_left_alone():
-    family = ExactFamily(hashed_logits(8), 8)
-    sequence = run(new_sequence(family, [1, 2], max_tokens=2))
-    before = snapshot(sequence)
-    Engine(8).step([sequence])
-    assert snapshot(sequence) == before
-
-
-# --- counters -------------------------------------------------------------------------------------
-
-
-def test_counters_by_hand():
-    """Script 0..9. Blocks: [0,1] kept whole; [7] refused; none; [5,6,0] two kept; [8,9] cut to 1.
-
-    Emitted: 0 1 2 | 3 | 4 | 5 6 7 | 8 9: ten tokens in five rounds.
-    """
-    family = ExactFamily(scripted_logits(list(range(12)), 2, 12), 12)
-    drafter = BlockDrafter([[0, 1], [7], [], [5, 6, 0], [8, 9]])
-    sequence = run(new_sequence(family, [10, 11], drafter, depth=3, max_tokens=10))
-    stats = sequence.stats
-    assert sequence.token_ids == list(range(10))
-    assert drafter.asked == [3, 3, 3, 3, 1]
-    assert family.rows == [3, 2, 1, 4, 2]
-    assert (stats.prompt_tokens, stats.tokens, stats.rounds) == (2, 10, 5)
-    assert stats.drafted == [4, 2, 1]
-    assert stats.accepted == [3, 2, 0]
-    assert stats.acceptance_length == 2.0
-    assert stats.acceptance_by_position == [0.75, 1.0, 0.0]
-    assert (stats.drafter, stats.rule, stats.depth) == ("blocks", "coupled", 3)
-    assert stats.to_dict()["acceptance_length"] == 2.0
-
-
-def test_plain_decoding_has_an_acceptance_length_of_one():
-    stats = run(new_sequence(ExactFamily(hashed_logits(8), 8), [1], max_tokens=7)).stats
-    assert (stats.rounds, stats.tokens, stats.acceptance_length) == (7, 7, 1.0)
-    assert stats.drafted == stats.accepted == stats.acceptance_by_position == []
-
-
-def test_drafts_behind_the_cut_are_not_counted_as_accepted():
-    """All five drafts are right, but the output ends with the second."""
-    by_stop = spelled([0, 1, 2, 3, 4, 5], ["cd"], 5).stats
-    assert (by_stop.tokens, by_stop.drafted, by_stop.accepted) == (2, [1] * 5, [1, 1, 0, 0, 0])
-    by_eos = spelled([0, 9, 2, 3, 4, 5], [], 5, eos=[9]).stats
-    assert (by_eos.tokens, by_eos.drafted, by_eos.accepted) == (2, [1, 1], [1, 1])
-
-
-def test_seconds_are_counted():
-    stats = run(
-        new_sequence(ExactFamily(hashed_logits(8), 8), [1, 2], RandomDrafter(1), depth=2)
-    ).stats
-    parts = (stats.draft_seconds, stats.forward_seconds, stats.other_seconds)
-    assert min(parts) > 0
-    assert stats.prefill_seconds > 0
-    assert stats.decode_seconds == sum(parts)
-    assert stats.tokens_per_second == stats.tokens / stats.decode_seconds

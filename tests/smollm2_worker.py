@@ -1,0 +1,167 @@
+"""Runs in a process of its own: the default model with one BLAS, with drafts and without.
+
+    python smollm2_worker.py BLAS MODEL
+
+Prints one JSON object. Nothing that imports MLX may come before the BLAS is chosen.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import mtplx
+
+BLAS = sys.argv[1] if __name__ == "__main__" else "auto"
+mtplx.use_blas(BLAS)  # type: ignore[arg-type]
+
+import mlx.core as mx  # noqa: E402
+import numpy as np  # noqa: E402
+from doubles import (  # noqa: E402
+    KnowingDrafter,
+    new_sequence,
+    race_margin,
+    randomise,
+    row_logits,
+    run,
+)
+
+from mtplx.drafters import MTPDrafter, NgramDrafter  # noqa: E402
+from mtplx.families import family_of  # noqa: E402
+from mtplx.mtp_patch import attach_head, new_head  # noqa: E402
+from mtplx.sampler_config import SamplerConfig  # noqa: E402
+from mtplx.state import State  # noqa: E402
+
+TOKENS = 24
+PROMPTS = (
+    "Copy this: red green blue, red green blue, red",
+    "The capital of France is",
+    "def add(a, b):\n    return",
+    "1 2 3 4 1 2 3 4 1 2",
+)
+# (prompt, temperature, seed): all temperatures, each prompt, within the time there is.
+CASES = ((0, 0.0, 1), (1, 0.6, 2), (2, 1.0, 3), (3, 0.6, 4), (1, 0.0, 5), (0, 1.0, 6))
+ROLLBACK_TOLERANCE = 1e-4
+
+
+class MostlyRight(KnowingDrafter):
+    """Knows the output but errs at every fourth token: blocks are kept to every length."""
+
+    def propose(self, depth: int, proposal: Any) -> Any:
+        known = self.known
+        self.known = [(t + (i % 4 == 3)) % proposal.vocab_size for i, t in enumerate(known)]
+        try:
+            return super().propose(depth, proposal)
+        finally:
+            self.known = known
+
+
+def compare(bundle: Any, head: Any) -> list[dict[str, Any]]:
+    """Every case with every drafter against plain decoding; a difference comes with its margin."""
+    out = []
+    depth = 0
+    for prompt, temperature, seed in CASES:
+        ids = bundle.tokenizer.encode(PROMPTS[prompt])
+        common = {
+            "config": SamplerConfig(temperature=temperature), "seed": seed, "max_tokens": TOKENS,
+            "eos_ids": sorted(bundle.tokenizer.eos_ids), "detokenizer": None,
+        }  # fmt: skip
+        plain = run(new_sequence(bundle.trunk, ids, **common))
+        drafters = (
+            NgramDrafter(),
+            MTPDrafter(attach_head(bundle.trunk, head)),
+            MostlyRight(len(ids), plain.tokens[len(ids) :]),
+        )
+        for drafter in drafters:
+            depth = depth % 5 + 1
+            other = run(new_sequence(bundle.trunk, ids, drafter, depth=depth, **common))
+            same = other.tokens == plain.tokens
+            out.append(
+                {
+                    "prompt": prompt,
+                    "temperature": temperature,
+                    "drafter": drafter.name,
+                    "depth": depth,
+                    "tokens": len(other.token_ids),
+                    "same": same,
+                    "accepted": sum(other.stats.accepted),
+                    "margin": None if same else margin(plain, other),
+                }  # fmt: skip
+            )
+    return out
+
+
+def margin(plain: Any, other: Any) -> float:
+    """How close the first difference was (see ``doubles.race_margin``)."""
+    pairs = zip(plain.tokens, other.tokens, strict=False)
+    at = next(i for i, (a, b) in enumerate(pairs) if a != b)
+    logits = row_logits(plain, plain.tokens[:at])
+    return race_margin(plain, logits, at, plain.tokens[at], other.tokens[at])
+
+
+def forward(state: State, tokens: Sequence[int]) -> np.ndarray:
+    _, logits = state.forward(tokens)
+    return np.asarray(logits, dtype=np.float64)
+
+
+def row_differences(bundle: Any, ids: Sequence[int]) -> list[float]:
+    """|verify-forward logits - AR logits| at one position, for each number of drafts 1..5."""
+    family = family_of(bundle.trunk)
+    text = bundle.tokenizer.encode(" and then we walked home")[:6]
+    state = State(family)
+    for _ in state.prefill(ids):
+        pass
+    mark = state.mark(6)
+    single = np.concatenate([forward(state, [token]) for token in text])
+    out = []
+    for depth in range(1, 6):
+        state.restore(mark)
+        rows = forward(state, text[: depth + 1])
+        out.append(float(np.abs(rows - single[: depth + 1]).max()))
+    return out
+
+
+def rollback_differences(bundle: Any, ids: Sequence[int]) -> list[float]:
+    """After a rejection at every position, the next logits against those of a fresh prefill."""
+    family = family_of(bundle.trunk)
+    block = bundle.tokenizer.encode(" the quick brown fox")[:4]
+    probe = bundle.tokenizer.encode(" hello")[:1]
+    state = State(family)
+    for _ in state.prefill(ids):
+        pass
+    out = []
+    for keep in range(len(block) + 1):
+        mark = state.mark(len(block))
+        forward(state, block)
+        state.rollback(mark, block[:keep])
+        fresh = State(family)
+        for _ in fresh.prefill([*ids, *block[:keep]]):
+            pass
+        assert [c.offset for c in state.caches] == [c.offset for c in fresh.caches]
+        assert state.length == fresh.length == len(ids) + keep
+        after = state.mark(1)
+        out.append(float(np.abs(forward(state, probe) - forward(fresh, probe)).max()))
+        state.restore(after)
+        state.rollback(mark, [])
+    return out
+
+
+def main() -> None:
+    bundle = mtplx.load(sys.argv[2], weights="float32")
+    head = new_head(bundle.trunk)
+    randomise(head, 2)
+    mx.eval(head.parameters())
+    ids = bundle.tokenizer.encode(PROMPTS[0])
+    report = {
+        "blas": mtplx.blas.status().name,  # type: ignore[attr-defined]
+        "rows": row_differences(bundle, ids),
+        "rollback": rollback_differences(bundle, ids),
+        "cases": compare(bundle, head),
+    }
+    print(json.dumps(report))
+
+
+if __name__ == "__main__":
+    main()
