@@ -38,6 +38,39 @@ Weights = Annotated[
     WeightsForm,
     typer.Option(help="packed: as stored; float32: dequantised; auto: float32 on a CPU."),
 ]
+Prompt = Annotated[
+    str | None, typer.Argument(help="The prompt; - or nothing reads standard input.")
+]
+Temperature = Annotated[float, typer.Option("--temperature", "-t", help="<= 0: greedy.")]
+TopP = Annotated[float, typer.Option(help="Nucleus mass in (0, 1]; 1 is off.")]
+TopK = Annotated[int, typer.Option(help="Keep the k most likely tokens; 0 is off.")]
+MinP = Annotated[float, typer.Option(help="Keep p >= min_p * max p; 0 is off.")]
+Penalty = Annotated[float, typer.Option(help="Clamped to [-2, 2]; 0 is off.")]
+Repetition = Annotated[float, typer.Option(help="> 0; 1 is off.")]
+Bias = Annotated[
+    list[str] | None,
+    typer.Option(metavar="ID=AMOUNT", help="Added to a token's logit; -inf bans it. Repeat."),
+]
+Seed = Annotated[int | None, typer.Option(help="Drawn and reported if not given.")]
+MaxTokens = Annotated[int, typer.Option("--max-tokens", "-n", help="At most so many.")]
+Stop = Annotated[
+    list[str] | None,
+    typer.Option(metavar="TEXT", help="Ends the output and is not shown. Repeat."),
+]
+Draft = Annotated[
+    DraftSource, typer.Option(help="auto: the model's MTP head if it has one, else n-grams.")
+]
+Depth = Annotated[int | None, typer.Option(help="Most tokens drafted a round (mtp 3, ngram 10).")]
+Verify = Annotated[
+    RuleName | None,
+    typer.Option(
+        help="Default: coupled with --seed (the same text with and without drafts), else token."
+    ),
+]
+Raw = Annotated[bool, typer.Option("--raw", help="No chat template.")]
+ShowDrafts = Annotated[
+    bool, typer.Option("--show-drafts", help="Colour the text that came from drafts.")
+]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]
 _DEFAULT = "smollm2-135m-instruct"
 
@@ -109,45 +142,39 @@ def _read_prompt(prompt: str | None) -> str:
         raise RequestError(f"standard input is not UTF-8: {e}") from None
 
 
+def _start(prompt: str, options: Options, model: str, weights: str, blas: Choice) -> Any:
+    _prepare(blas)
+    from .api import start
+
+    return start(_open(model, weights), prompt, options)
+
+
+def _result(result: Any) -> dict[str, Any]:
+    keys = ("text", "token_ids", "finish_reason", "seed")
+    return {**{key: getattr(result, key) for key in keys}, "stats": result.stats.to_dict()}
+
+
 @app.command()
 def generate(
-    prompt: Annotated[
-        str | None, typer.Argument(help="The prompt; - or nothing reads standard input.")
-    ] = None,
+    prompt: Prompt = None,
     model: Model = _DEFAULT,
-    temperature: Annotated[float, typer.Option("--temperature", "-t", help="<= 0: greedy.")] = 0.6,
-    top_p: Annotated[float, typer.Option(help="Nucleus mass in (0, 1]; 1 is off.")] = 0.95,
-    top_k: Annotated[int, typer.Option(help="Keep the k most likely tokens; 0 is off.")] = 20,
-    min_p: Annotated[float, typer.Option(help="Keep p >= min_p * max p; 0 is off.")] = 0.0,
-    presence_penalty: Annotated[float, typer.Option(help="Clamped to [-2, 2].")] = 0.0,
-    frequency_penalty: Annotated[float, typer.Option(help="Clamped to [-2, 2].")] = 0.0,
-    repetition_penalty: Annotated[float, typer.Option(help="> 0; 1 is off.")] = 1.0,
-    logit_bias: Annotated[
-        list[str] | None,
-        typer.Option(metavar="ID=AMOUNT", help="Added to a token's logit; -inf bans it. Repeat."),
-    ] = None,
-    seed: Annotated[int | None, typer.Option(help="Drawn and reported if not given.")] = None,
-    max_tokens: Annotated[int, typer.Option("--max-tokens", "-n", help="At most so many.")] = 256,
-    stop: Annotated[
-        list[str] | None, typer.Option(help="Ends the output and is not shown. Repeat.")
-    ] = None,
-    draft: Annotated[
-        DraftSource, typer.Option(help="auto: the model's MTP head if it has one, else n-grams.")
-    ] = "auto",
-    depth: Annotated[
-        int | None, typer.Option(help="Most tokens drafted a round (mtp 3, ngram 10).")
-    ] = None,
-    verify: Annotated[
-        RuleName | None,
-        typer.Option(
-            help="Default: coupled with --seed (the same text with and without drafts), else token."
-        ),
-    ] = None,
-    raw: Annotated[bool, typer.Option("--raw", help="No chat template.")] = False,
+    temperature: Temperature = 0.6,
+    top_p: TopP = 0.95,
+    top_k: TopK = 20,
+    min_p: MinP = 0.0,
+    presence_penalty: Penalty = 0.0,
+    frequency_penalty: Penalty = 0.0,
+    repetition_penalty: Repetition = 1.0,
+    logit_bias: Bias = None,
+    seed: Seed = None,
+    max_tokens: MaxTokens = 256,
+    stop: Stop = None,
+    draft: Draft = "auto",
+    depth: Depth = None,
+    verify: Verify = None,
+    raw: Raw = False,
     as_json: Json = False,
-    show_drafts: Annotated[
-        bool, typer.Option("--show-drafts", help="Colour the text that came from drafts.")
-    ] = False,
+    show_drafts: ShowDrafts = False,
     weights: Weights = "auto",
     blas: Blas = "auto",
 ) -> None:
@@ -163,10 +190,6 @@ def generate(
             repetition_penalty=repetition_penalty,
             logit_bias=_bias(logit_bias or []),
         )
-        text = _read_prompt(prompt)
-        _prepare(blas)
-        from .api import start
-
         options = Options(
             sampling=sampling,
             max_tokens=max_tokens,
@@ -177,12 +200,9 @@ def generate(
             verify=verify,
             chat=not raw,
         )
-        stream = start(_open(model, weights), text, options)
+        stream = _start(_read_prompt(prompt), options, model, weights, blas)
         if as_json:
-            result = stream.result()
-            keys = ("text", "token_ids", "finish_reason", "seed")
-            found = {key: getattr(result, key) for key in keys}
-            console.print_json({**found, "stats": result.stats.to_dict()})
+            console.print_json(_result(stream.result()))
         else:
             console.stream_text(stream, show_drafts=show_drafts)
             console.summarise(stream.result())

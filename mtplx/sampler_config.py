@@ -6,13 +6,22 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import isfinite, isnan
 from numbers import Integral, Real
-from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 
 # The OpenAI range; coefficients outside it are clamped when they are applied.
 PENALTY_MIN, PENALTY_MAX = -2.0, 2.0
+
+
+_REALS = (
+    "temperature",
+    "top_p",
+    "presence_penalty",
+    "frequency_penalty",
+    "min_p",
+    "repetition_penalty",
+)
 
 
 def _number(name: str, value: Any) -> float:
@@ -51,7 +60,7 @@ def _checked_bias(bias: Any) -> Mapping[int, float]:
         if _as_float(amount) == float("inf"):
             raise ValueError(f"logit_bias[{token}] must not be +inf (-inf bans a token)")
         checked[int(token)] = _as_float(amount)
-    return MappingProxyType(checked)
+    return checked
 
 
 @dataclass(frozen=True)
@@ -75,9 +84,9 @@ class SamplerConfig:
     logit_bias: Mapping[int, float] | None = field(default=None, hash=False)
 
     def __post_init__(self) -> None:
-        """Check every field and store it as a plain float, int or read-only mapping."""
+        """Check every field and store it as a plain float, int or dict of its own."""
         object.__setattr__(self, "top_k", _count("top_k", self.top_k))
-        for name in _REAL_FIELDS:
+        for name in _REALS:
             object.__setattr__(self, name, _number(name, getattr(self, name)))
         if not 0.0 < self.top_p <= 1.0:
             raise ValueError(f"top_p must be in (0, 1], not {self.top_p!r}")
@@ -87,20 +96,3 @@ class SamplerConfig:
             raise ValueError(f"repetition_penalty must be > 0, not {self.repetition_penalty!r}")
         if self.logit_bias is not None:
             object.__setattr__(self, "logit_bias", _checked_bias(self.logit_bias))
-
-    def __reduce__(self) -> tuple[object, ...]:
-        """Pickle by value: a read-only mapping view does not pickle by itself."""
-        bias = None if self.logit_bias is None else dict(self.logit_bias)
-        return SamplerConfig, (*(getattr(self, name) for name in _FIELD_ORDER), bias)
-
-
-_FIELD_ORDER = (
-    "temperature",
-    "top_p",
-    "top_k",
-    "presence_penalty",
-    "frequency_penalty",
-    "min_p",
-    "repetition_penalty",
-)
-_REAL_FIELDS = tuple(name for name in _FIELD_ORDER if name != "top_k")

@@ -6,6 +6,8 @@ import inspect
 import subprocess
 import sys
 
+import pytest
+
 import mtplx
 
 PUBLIC = {
@@ -34,10 +36,8 @@ SAMPLING = {
     "apply_penalties": "(logits: 'ArrayLike', token_counts: 'Mapping[int, int] | None', "
     "presence_penalty: 'float' = 0.0, frequency_penalty: 'float' = 0.0, "
     "penalty_overlay: 'Mapping[int, float] | None' = None) -> 'ArrayLike'",
-    "apply_top_k_top_p": "(probs: 'ArrayLike', top_k: 'int' = 0, top_p: 'float' = 1.0) "
-    "-> 'Floats'",
-    "apply_top_p_top_k": "(probs: 'ArrayLike', top_p: 'float' = 1.0, top_k: 'int' = 0) "
-    "-> 'Floats'",
+    "apply_top_k_top_p": "(probs: 'ArrayLike', top_k: 'int' = 0, top_p: 'float' = 1.0) -> 'Floats'",
+    "apply_top_p_top_k": "(probs: 'ArrayLike', top_p: 'float' = 1.0, top_k: 'int' = 0) -> 'Floats'",
     "deterministic_top_k_order": "(values: 'ArrayLike', top_k: 'int') -> 'Ids'",
     "distribution_from_logits": "(logits: 'ArrayLike', config: 'SamplerConfig', *, "
     "token_counts: 'Mapping[int, int] | None' = None, "
@@ -123,9 +123,5 @@ def test_importing_the_package_imports_neither_mlx_nor_a_blas():
 
 
 def test_an_unknown_name_is_an_attribute_error():
-    try:
+    with pytest.raises(AttributeError, match="nothing"):
         mtplx.nothing  # noqa: B018
-    except AttributeError as e:
-        assert "nothing" in str(e)
-    else:
-        raise AssertionError("mtplx.nothing exists")
