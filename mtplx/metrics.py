@@ -14,8 +14,8 @@ class Stats:
     tokens: tokens emitted, the end-of-sequence token included, up to where the output was cut.
     rounds: forwards of the trunk after the prompt; each emits at least one token.
     drafted[i]: rounds in which at least i + 1 tokens were drafted.
-    accepted[i]: rounds in which the first i + 1 drafts were kept and emitted. A cut by a stop string
-    takes back drafts of the last round; it may reach into earlier rounds, which stay counted.
+    accepted[i]: rounds in which the first i + 1 drafts were kept and emitted. A stop string takes
+    back drafts of the last round; where it reaches into earlier rounds, those stay counted.
     prefill_seconds: running the prompt, all but its last token.
     draft_seconds, forward_seconds, other_seconds: drafting, the verify forwards, and everything
     else of a round (law, verification, rollback, text).

