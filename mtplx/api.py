@@ -7,6 +7,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from . import engine
 from .drafters import Drafter, MTPDrafter, NgramDrafter, NoDrafter
 from .errors import RequestError
@@ -30,9 +32,10 @@ _SEED_BITS = 53
 
 @dataclass(frozen=True)
 class Chunk:
-    """What one round brought: text that is final, in pieces, and the ids it emitted.
+    """What one round brought: text that is final, in pieces, and its ids.
 
-    text: the concatenation of the pieces; the text of all chunks is the text of the result.
+    The texts and ids of all chunks are those of the result: what may still become part of a stop
+    string is held back, ids included, so a chunk may be empty.
     finish_reason: None until the last chunk, then "stop" or "length".
     """
 
@@ -76,11 +79,10 @@ class Stream:
         """Run round after round."""
         sequence = self.sequence
         while sequence.finish_reason is None:
-            before = len(sequence.tokens)
             self._engine.step([sequence])
             chunk = Chunk(
                 tuple(sequence.take_segments()),
-                tuple(sequence.tokens[before:]),
+                tuple(sequence.take_ids()),
                 sequence.finish_reason,
             )
             self._texts.append(chunk.text)
@@ -109,14 +111,16 @@ def encode_prompt(bundle: Bundle, prompt: Prompt, *, chat: bool = True) -> list[
         if chat and tokenizer.has_chat_template:
             return tokenizer.apply_chat_template([{"role": "user", "content": prompt}])
         return tokenizer.encode(prompt)
+    if isinstance(prompt, (bytes, bytearray)):
+        raise RequestError("the prompt is bytes: decode it to a string, or give token ids")
     items: list[Any] = list(prompt)
     if items and all(isinstance(item, Mapping) for item in items):
         return tokenizer.apply_chat_template(items)
     vocab = vocab_size(bundle)
     for item in items:
-        if isinstance(item, bool) or not isinstance(item, int) or not 0 <= item < vocab:
+        if isinstance(item, bool) or not isinstance(item, (int, np.integer)) or not 0 <= item < vocab:
             raise RequestError(f"the prompt has {item!r}, which is no token id in [0, {vocab})")
-    return items
+    return [int(item) for item in items]
 
 
 def vocab_size(bundle: Bundle) -> int:

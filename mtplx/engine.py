@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from collections.abc import Sequence as Sequence_
 from contextlib import contextmanager
+from functools import cache
 from time import perf_counter
 
 import mlx.core as mx
@@ -54,9 +55,13 @@ class Engine:
         try:
             with _timed(stats, "forward_seconds"):
                 hidden, logits = state.forward([sequence.tokens[-1], *draft.tokens])
+                mx.async_eval(logits)
+                if sequence.depth == 0 and sequence.remaining > 1:
+                    self._run_ahead(sequence, logits)
                 mx.eval(logits)
             with _timed(stats, "other_seconds"):
-                p_rows = sequence.history.laws(logits, draft.tokens)
+                with mx.stream(_law_stream()):
+                    p_rows = sequence.history.laws(logits, draft.tokens)
                 verdict = verify(
                     sequence.rule,
                     p_rows,
@@ -81,6 +86,12 @@ class Engine:
             shown = sequence.output.kept_tokens() - (start - sequence.prompt_length)
             stats.count_round(len(draft.tokens), max(0, min(verdict.accepted, taken, shown)))
 
+    def _run_ahead(self, sequence: Sequence, logits: mx.array) -> None:
+        """Start the next round's forward where the device can tell the next token by itself."""
+        likely = sequence.history.greedy_on_device(logits)
+        if likely is not None:
+            sequence.state.run_ahead(likely)
+
     def _draft(self, sequence: Sequence, depth: int) -> Draft:
         """A draft block that ends at its first end-of-sequence token."""
         start = len(sequence.tokens)
@@ -98,6 +109,12 @@ class Engine:
             if token in sequence.eos_ids:
                 return Draft(draft.tokens[: i + 1], draft.q_rows[: i + 1])
         return draft
+
+
+@cache
+def _law_stream() -> mx.ThreadLocalStream:
+    """A stream for the law: it need not wait for a forward that was started ahead."""
+    return mx.new_thread_local_stream(mx.default_device())
 
 
 @contextmanager

@@ -45,6 +45,15 @@ class History:
             logits[None], self.config, token_counts=counts, prompt_ids=self.prompt
         )[0]
 
+    def greedy_on_device(self, logits: mx.array) -> mx.array | None:
+        """The next token, (1, 1), of greedy decoding without bias or penalties; None otherwise.
+
+        logits: (1, vocab). It is not read: the law on the host decides, and comes to the same.
+        """
+        if self.config.temperature > 0 or self._depends or self.config.logit_bias:
+            return None
+        return mx.argmax(logits, axis=-1, keepdims=True).astype(mx.int32)
+
 
 @dataclass
 class Sequence:
@@ -68,6 +77,7 @@ class Sequence:
     stats: Stats
     finish_reason: str | None = None
     segments: list[Segment] = field(default_factory=list)
+    ids_taken: int = 0
 
     @property
     def remaining(self) -> int:
@@ -94,6 +104,17 @@ class Sequence:
     def take_segments(self) -> list[Segment]:
         """Text that may be shown and has not been taken yet."""
         taken, self.segments = self.segments, []
+        return taken
+
+    def take_ids(self) -> list[int]:
+        """Ids of the text taken so far that have not been taken yet; at the end, all that is left.
+
+        Ids are held back as long as their text is: a stop string may still cut both.
+        """
+        running = self.finish_reason is None
+        upto = self.output.shown_tokens() if running else self.output.kept_tokens()
+        output = self.tokens[self.prompt_length :]
+        taken, self.ids_taken = output[self.ids_taken : upto], upto
         return taken
 
     def _append(self, token: int, *, from_draft: bool) -> None:

@@ -55,6 +55,14 @@ class Mark:
     snapshots: dict[int, Any]
 
 
+@dataclass(frozen=True)
+class _Ahead:
+    """A forward that was started before its tokens were known on the host."""
+
+    ids: mx.array
+    outputs: tuple[mx.array | None, mx.array]
+
+
 class State:
     """Caches of one sequence and how many of its tokens they hold."""
 
@@ -62,6 +70,7 @@ class State:
         self.family = family
         self.caches = make_prompt_cache(family.trunk) if caches is None else caches
         self.length = 0
+        self._ahead: _Ahead | None = None
         for leaf in _leaves(self.caches):
             if type(leaf) not in _TRIMMED + _SNAPSHOTTED:
                 name = type(leaf).__name__
@@ -69,15 +78,40 @@ class State:
 
     def forward(self, tokens: Sequence[int]) -> tuple[mx.array | None, mx.array]:
         """Run L tokens: hidden (L, D), or None if the trunk hides it, and logits (L, V)."""
-        hidden, logits = self.family.forward(self._rows(tokens), self.caches)
+        ahead, self._ahead = self._ahead, None
+        if ahead is not None and np.asarray(ahead.ids)[0].tolist() == list(tokens):
+            outputs = ahead.outputs
+            for leaf in _leaves(self.caches):
+                leaf.offset += len(tokens)
+        else:
+            outputs = self._single(*self.family.forward(self._rows(tokens), self.caches))
         self.length += len(tokens)
-        return None if hidden is None else hidden[0], logits[0]
+        return outputs
+
+    def run_ahead(self, ids: mx.array) -> None:
+        """Start a forward over ``ids``, (1, L), computed on the device and not read yet.
+
+        The device need not wait for the host between two rounds. The state stays as it is: the
+        next ``forward`` takes the result over if its tokens are these, and any other change drops
+        it, rows behind the offset being no part of a cache. Does nothing for other caches.
+        """
+        leaves = list(_leaves(self.caches))
+        if any(type(leaf) not in _TRIMMED for leaf in leaves):
+            return
+        # What is not queued before the forward would wait for its end.
+        mx.async_eval(ids)
+        outputs = self._single(*self.family.forward(ids, self.caches))
+        for leaf in leaves:
+            leaf.trim(ids.shape[1])
+        self._ahead = _Ahead(ids, outputs)
+        mx.async_eval(outputs[1])
 
     def prefill(self, tokens: Sequence[int], *, chunk: int = 512) -> Iterator[mx.array | None]:
         """Run tokens without logits, ``chunk`` at a time; yields hidden (<= chunk, D) or None.
 
         The caches are computed; a hidden state that nobody reads is not.
         """
+        self._ahead = None
         for start in range(0, len(tokens), chunk):
             part = tokens[start : start + chunk]
             mark = self.mark(len(part))
@@ -111,6 +145,7 @@ class State:
             raise StateError(f"cannot keep {len(kept)} of {surplus + len(kept)} tokens")
         if surplus == 0:
             return
+        self._ahead = None
         if not mark.snapshots:
             self._trim_to(mark.length + len(kept))
         else:
@@ -120,6 +155,7 @@ class State:
 
     def restore(self, mark: Mark) -> None:
         """Go back to ``mark`` from wherever a forward got to, an interrupted one included."""
+        self._ahead = None
         self._trim_to(mark.length, skip=mark.snapshots)
         for i, leaf in enumerate(_leaves(self.caches)):
             if i in mark.snapshots:
@@ -133,6 +169,11 @@ class State:
             if excess > 0 and leaf.trim(excess) != excess:
                 raise StateError(f"{type(leaf).__name__} did not give back {excess} tokens")
         self.length = length
+
+    def _single(
+        self, hidden: mx.array | None, logits: mx.array
+    ) -> tuple[mx.array | None, mx.array]:
+        return None if hidden is None else hidden[0], logits[0]
 
     def _rows(self, tokens: Sequence[int]) -> mx.array:
         return mx.array(np.asarray(tokens, dtype=np.int32)[None])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -66,12 +67,13 @@ class TextOutput:
 
         Text that only the flush brought needs them all.
         """
-        if not self.stopped:
-            return len(self._ends)
+        return self.shown_tokens() if self.stopped else len(self._ends)
+
+    def shown_tokens(self) -> int:
+        """How many tokens the text shown so far needs: no stop string can take them back."""
         if self._released == 0:
             return 0
-        ends = enumerate(self._ends, 1)
-        return next((i for i, end in ends if end >= self._released), len(self._ends))
+        return min(bisect_left(self._ends, self._released) + 1, len(self._ends))
 
     def _held_length(self) -> int:
         return sum(len(segment.text) for segment in self._held)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+import numpy as np
 import pytest
 from doubles import GREEDY, ExactFamily, KnowingDrafter, new_sequence, randomise, scripted_logits
 from tiny import EOS, tiny_tokenizer, write_directory
@@ -290,3 +291,22 @@ def test_every_refusal_is_an_mtplx_error(bundle):
     for call in (lambda: mtplx.generate(bundle, []), lambda: Options(depth=-1)):
         with pytest.raises(MtplxError):
             call()
+
+
+def test_streamed_ids_are_the_result_s_ids_with_stops_across_tokens_and_rounds(bundle):
+    """Whatever a stop string cuts is never streamed, ids included."""
+    options = {"sampling": mtplx.SamplerConfig(temperature=0.0), "max_tokens": 24, "seed": 1}
+    whole = mtplx.generate(bundle, "hello", **options).text
+    for start in range(1, len(whole) - 3, 2):
+        stop = whole[start : start + 3]
+        run = mtplx.stream(bundle, "hello", stop=stop, **options)
+        ids = [token for chunk in run for token in chunk.token_ids]
+        assert ids == run.result().token_ids
+
+
+def test_a_prompt_of_bytes_is_refused_and_one_of_numpy_ids_is_not(bundle):
+    with pytest.raises(RequestError, match="bytes"):
+        mtplx.generate(bundle, b"hello")
+    ids = np.array([5, 6, 7])
+    one = mtplx.generate(bundle, ids, max_tokens=3, seed=1)
+    assert one.token_ids == mtplx.generate(bundle, [5, 6, 7], max_tokens=3, seed=1).token_ids

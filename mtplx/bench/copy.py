@@ -30,8 +30,8 @@ from .report import Report, progress
 MAX_TOKENS = 96
 MAX_REPEATED = 0.2
 _SEED = 1
-_AR_TOKENS = 32
-_AR_REPEATS = 5
+_AR_TOKENS = 24
+_AR_REPEATS = 10
 
 
 @dataclass
