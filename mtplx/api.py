@@ -118,7 +118,8 @@ def encode_prompt(bundle: Bundle, prompt: Prompt, *, chat: bool = True) -> list[
         return tokenizer.apply_chat_template(items)
     vocab = vocab_size(bundle)
     for item in items:
-        if isinstance(item, bool) or not isinstance(item, (int, np.integer)) or not 0 <= item < vocab:
+        whole = isinstance(item, (int, np.integer)) and not isinstance(item, bool)
+        if not whole or not 0 <= item < vocab:
             raise RequestError(f"the prompt has {item!r}, which is no token id in [0, {vocab})")
     return [int(item) for item in items]
 
