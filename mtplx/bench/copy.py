@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
-from itertools import pairwise
 from statistics import median
 from time import perf_counter
 from typing import Any
@@ -31,7 +30,7 @@ MAX_TOKENS = 96
 MAX_REPEATED = 0.2
 _SEED = 1
 _AR_TOKENS = 24
-_AR_REPEATS = 10
+_AR_REPEATS = 12
 
 
 @dataclass
@@ -128,26 +127,28 @@ def _measure(
 def _plain_against_mlx_lm(bundle: Bundle, temperature: float) -> float:
     """Seconds a token of mlx-lm's generate_step over ours, same weights, prompt, BLAS and law.
 
-    Both are timed from one token to the next, the prompt excluded; medians over all steps of runs
-    that take turns.
+    Both are timed from the first token to the last, the prompt excluded; medians over runs that
+    take turns, in alternating order.
     """
     prompt = encode_prompt(bundle, "Write a story about a river and the people who live along it.")
     ours: list[float] = []
     theirs: list[float] = []
+    sides = [(ours, _our_seconds), (theirs, _mlx_lm_seconds)]
     for _ in range(_AR_REPEATS):
-        ours += _our_steps(bundle, prompt, temperature)
-        theirs += _mlx_lm_steps(bundle, prompt, temperature)
+        for seconds, measure in sides:
+            seconds.append(measure(bundle, prompt, temperature))
+        sides.reverse()
     return median(theirs) / median(ours)
 
 
-def _our_steps(bundle: Bundle, prompt: list[int], temperature: float) -> list[float]:
+def _our_seconds(bundle: Bundle, prompt: list[int], temperature: float) -> float:
     sampling = SamplerConfig(temperature=temperature)
     options: dict[str, Any] = {"max_tokens": _AR_TOKENS, "seed": _SEED, "draft": "none"}
     times = [perf_counter() for _ in stream(bundle, prompt, sampling=sampling, **options)]
-    return [late - early for early, late in pairwise(times)]
+    return (times[-1] - times[0]) / (len(times) - 1)
 
 
-def _mlx_lm_steps(bundle: Bundle, prompt: list[int], temperature: float) -> list[float]:
+def _mlx_lm_seconds(bundle: Bundle, prompt: list[int], temperature: float) -> float:
     sampler = make_sampler(temp=temperature, top_p=0.95, top_k=20)
     steps = generate_step(mx.array(prompt), bundle.trunk, max_tokens=_AR_TOKENS, sampler=sampler)
     times = []
@@ -155,4 +156,4 @@ def _mlx_lm_steps(bundle: Bundle, prompt: list[int], temperature: float) -> list
         if int(token) in bundle.tokenizer.eos_ids:
             break
         times.append(perf_counter())
-    return [late - early for early, late in pairwise(times)]
+    return (times[-1] - times[0]) / (len(times) - 1)
