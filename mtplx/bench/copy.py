@@ -21,6 +21,7 @@ from mlx_lm.sample_utils import make_sampler
 
 from ..agreement import difference
 from ..api import Generation, encode_prompt, stream
+from ..errors import MtplxError
 from ..load import Bundle
 from ..sampler_config import SamplerConfig
 from .prompts import COPY_PROMPTS
@@ -144,8 +145,7 @@ def _plain_against_mlx_lm(bundle: Bundle, temperature: float) -> float:
 def _our_seconds(bundle: Bundle, prompt: list[int], temperature: float) -> float:
     sampling = SamplerConfig(temperature=temperature)
     options: dict[str, Any] = {"max_tokens": _AR_TOKENS, "seed": _SEED, "draft": "none"}
-    times = [perf_counter() for _ in stream(bundle, prompt, sampling=sampling, **options)]
-    return (times[-1] - times[0]) / (len(times) - 1)
+    return _a_token([perf_counter() for _ in stream(bundle, prompt, sampling=sampling, **options)])
 
 
 def _mlx_lm_seconds(bundle: Bundle, prompt: list[int], temperature: float) -> float:
@@ -156,4 +156,10 @@ def _mlx_lm_seconds(bundle: Bundle, prompt: list[int], temperature: float) -> fl
         if int(token) in bundle.tokenizer.eos_ids:
             break
         times.append(perf_counter())
+    return _a_token(times)
+
+
+def _a_token(times: list[float]) -> float:
+    if len(times) < 2:
+        raise MtplxError("the model ends its answer at once: plain decoding cannot be timed")
     return (times[-1] - times[0]) / (len(times) - 1)
