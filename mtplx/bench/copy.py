@@ -31,7 +31,12 @@ MAX_TOKENS = 96
 MAX_REPEATED = 0.2
 _SEED = 1
 _AR_TOKENS = 24
-_AR_REPEATS = 12
+_AR_REPEATS = 10
+_PLAIN = {
+    "t0": SamplerConfig(temperature=0.0),
+    "t06": SamplerConfig(temperature=0.6),
+    "t1_unfiltered": SamplerConfig(temperature=1.0, top_p=1.0, top_k=0),
+}
 
 
 @dataclass
@@ -64,7 +69,7 @@ def run(bundle: Bundle) -> Report:
     figures: dict[str, float | None] = {}
     notes: list[str] = []
     with progress() as bar:
-        task = bar.add_task("prompts", total=2 * len(COPY_PROMPTS) + 2)
+        task = bar.add_task("prompts", total=2 * len(COPY_PROMPTS) + len(_PLAIN))
         _decode(bundle, COPY_PROMPTS[0], 0.0, "ngram", 16)
         for label, temperature in (("t0", 0.0), ("t06", 0.6)):
             tally = _Tally()
@@ -76,8 +81,8 @@ def run(bundle: Bundle) -> Report:
             figures[f"repeated_4grams_{label}"] = float(np.mean(tally.repeated))
             figures[f"prompts_counted_{label}"] = len(tally.repeated) - _left_out(tally)
             figures[f"identical_outputs_{label}"] = tally.identical / len(COPY_PROMPTS)
-        for label, temperature in (("t0", 0.0), ("t06", 0.6)):
-            figures[f"ar_vs_mlx_lm_{label}"] = _plain_against_mlx_lm(bundle, temperature)
+        for label, sampling in _PLAIN.items():
+            figures[f"ar_vs_mlx_lm_{label}"] = _plain_against_mlx_lm(bundle, sampling)
             bar.advance(task)
     return Report("copy", figures, "mtplx bench copy --json", notes)
 
@@ -125,7 +130,7 @@ def _measure(
     tally.plain_seconds += plain.stats.decode_seconds
 
 
-def _plain_against_mlx_lm(bundle: Bundle, temperature: float) -> float:
+def _plain_against_mlx_lm(bundle: Bundle, sampling: SamplerConfig) -> float:
     """Seconds a token of mlx-lm's generate_step over ours, same weights, prompt, BLAS and law.
 
     Both are timed from the first token to the last, the prompt excluded; medians over runs that
@@ -137,19 +142,18 @@ def _plain_against_mlx_lm(bundle: Bundle, temperature: float) -> float:
     sides = [(ours, _our_seconds), (theirs, _mlx_lm_seconds)]
     for _ in range(_AR_REPEATS):
         for seconds, measure in sides:
-            seconds.append(measure(bundle, prompt, temperature))
+            seconds.append(measure(bundle, prompt, sampling))
         sides.reverse()
     return median(theirs) / median(ours)
 
 
-def _our_seconds(bundle: Bundle, prompt: list[int], temperature: float) -> float:
-    sampling = SamplerConfig(temperature=temperature)
+def _our_seconds(bundle: Bundle, prompt: list[int], sampling: SamplerConfig) -> float:
     options: dict[str, Any] = {"max_tokens": _AR_TOKENS, "seed": _SEED, "draft": "none"}
     return _a_token([perf_counter() for _ in stream(bundle, prompt, sampling=sampling, **options)])
 
 
-def _mlx_lm_seconds(bundle: Bundle, prompt: list[int], temperature: float) -> float:
-    sampler = make_sampler(temp=temperature, top_p=0.95, top_k=20)
+def _mlx_lm_seconds(bundle: Bundle, prompt: list[int], sampling: SamplerConfig) -> float:
+    sampler = make_sampler(sampling.temperature, top_p=sampling.top_p, top_k=sampling.top_k)
     steps = generate_step(mx.array(prompt), bundle.trunk, max_tokens=_AR_TOKENS, sampler=sampler)
     times = []
     for token, _ in steps:
