@@ -20,6 +20,9 @@ from .sampler_config import SamplerConfig
 from .sequence import History
 from .state import State
 
+# Logits of forwards over one and over several rows have been seen up to 1e-4 apart.
+NEAR_TIE = 1e-3
+
 
 @dataclass(frozen=True)
 class Difference:
@@ -40,8 +43,9 @@ class Difference:
             f"first difference at token {self.position + 1}: {self.tokens[0]} / {self.tokens[1]}"
         )
         if self.margin is None:
-            return f"{place}, one of them at the edge of the support"
-        return f"{place}, a near-tie with a logit margin of {self.margin:.2g}"
+            return f"{place}, one of them outside the support"
+        kind = "a near-tie" if self.margin < NEAR_TIE else "NOT a near-tie: please report it"
+        return f"{place}, {kind}, logit margin {self.margin:.2g}"
 
 
 def first_difference(one: Sequence[int], other: Sequence[int]) -> int | None:

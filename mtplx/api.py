@@ -147,6 +147,13 @@ def _room(bundle: Bundle, prompt: Sequence[int], max_tokens: int) -> int:
     return min(max_tokens, int(context) - len(prompt))
 
 
+def _check_bias(bundle: Bundle, options: Options) -> None:
+    vocab = vocab_size(bundle)
+    for token in options.sampling.logit_bias or ():
+        if token >= vocab:
+            raise RequestError(f"logit_bias has token id {token}, outside [0, {vocab})")
+
+
 def _drafter(bundle: Bundle, name: str) -> Drafter:
     if name == "auto":
         name = "ngram" if bundle.head is None else "mtp"
@@ -161,6 +168,7 @@ def start(bundle: Bundle, prompt: Prompt, options: Options) -> Stream:
     """A stream that has not run anything yet; see ``stream``."""
     ids = encode_prompt(bundle, prompt, chat=options.chat)
     room = _room(bundle, ids, options.max_tokens)
+    _check_bias(bundle, options)
     drafter = _drafter(bundle, options.draft)
     depth = DEFAULT_DEPTH[drafter.name] if options.depth is None else options.depth
     rule = options.verify or ("token" if options.seed is None else "coupled")
@@ -178,7 +186,7 @@ def start(bundle: Bundle, prompt: Prompt, options: Options) -> Stream:
         depth=depth,
         eos_ids=bundle.tokenizer.eos_ids,
         output=TextOutput(bundle.tokenizer.detokenizer(), tuple(options.stop)),
-        stats=Stats(drafter.name, rule, depth, prompt_tokens=len(ids)),
+        stats=Stats(drafter.name, rule, depth, max_tokens=room, prompt_tokens=len(ids)),
     )
     return Stream(sequence, vocab_size(bundle))
 

@@ -241,7 +241,9 @@ def bench(
             " against mlx-lm's sampler; blas: float32 products against stock MLX."
         ),
     ],
-    model: Model = _DEFAULT,
+    model: Annotated[
+        str | None, typer.Option("--model", "-m", help="For copy: another model.")
+    ] = None,
     as_json: Json = False,
     blas: Blas = "auto",
 ) -> None:
@@ -250,7 +252,7 @@ def bench(
         _prepare(blas)
         from .bench import run
 
-        report = run(name, model=model, open_model=_open)
+        report = run(name, model=model, blas=blas, open_model=_open)
         console.print_json(report.to_dict()) if as_json else console.print_report(report)
 
 

@@ -16,6 +16,7 @@ import mlx.core as mx
 
 from .distribution import SparseDistribution
 from .drafters import Draft, Proposal
+from .errors import StateError
 from .metrics import Stats
 from .sequence import Sequence
 from .verify import verify
@@ -32,10 +33,12 @@ class Engine:
 
         A sequence's output does not depend on which others are in the list. If drafting, the
         forward, the verification or the rollback is interrupted or fails, the sequence is as it
-        was before.
+        was before. If that happens while tokens are being committed, it is not, and going on with
+        it is refused with ``StateError``.
         """
         for sequence in sequences:
             if sequence.finish_reason is None:
+                _check_whole(sequence)
                 self._prefill(sequence)
                 self._round(sequence)
 
@@ -60,7 +63,7 @@ class Engine:
                     self._run_ahead(sequence, logits)
                 mx.eval(logits)
             with _timed(stats, "other_seconds"):
-                with mx.stream(_law_stream()):
+                with mx.stream(_law_stream(mx.default_device())):
                     p_rows = sequence.history.laws(logits, draft.tokens)
                 verdict = verify(
                     sequence.rule,
@@ -77,6 +80,7 @@ class Engine:
         except BaseException:
             state.restore(mark)
             raise
+        sequence.committing = True
         with _timed(stats, "other_seconds"):
             taken = sequence.commit(emitted, verdict.accepted)
             if taken < len(emitted):
@@ -85,6 +89,9 @@ class Engine:
             sequence.drafter.observe(emitted[:taken], known)
             shown = sequence.output.kept_tokens() - (start - sequence.prompt_length)
             stats.count_round(len(draft.tokens), max(0, min(verdict.accepted, taken, shown)))
+        if sequence.finish_reason is not None:
+            state.drop_ahead()
+        sequence.committing = False
 
     def _run_ahead(self, sequence: Sequence, logits: mx.array) -> None:
         """Start the next round's forward where the device can tell the next token by itself."""
@@ -112,9 +119,15 @@ class Engine:
 
 
 @cache
-def _law_stream() -> mx.ThreadLocalStream:
+def _law_stream(device: mx.Device) -> mx.ThreadLocalStream:
     """A stream for the law: it need not wait for a forward that was started ahead."""
-    return mx.new_thread_local_stream(mx.default_device())
+    return mx.new_thread_local_stream(device)
+
+
+def _check_whole(sequence: Sequence) -> None:
+    """A sequence whose last commit was cut short would go on with wrong positions."""
+    if sequence.committing or sequence.state.length > len(sequence.tokens) - 1:
+        raise StateError("the sequence was interrupted while tokens were committed: start it anew")
 
 
 @contextmanager

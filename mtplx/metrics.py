@@ -10,6 +10,7 @@ from typing import Any
 class Stats:
     """What one request did.
 
+    max_tokens: the most that could be emitted: what was asked for, or what the context left.
     prompt_tokens: tokens of the prompt.
     tokens: tokens emitted, the end-of-sequence token included, up to where the output was cut.
     rounds: forwards of the trunk after the prompt; each emits at least one token.
@@ -25,6 +26,7 @@ class Stats:
     drafter: str
     rule: str
     depth: int
+    max_tokens: int = 0
     prompt_tokens: int = 0
     tokens: int = 0
     rounds: int = 0

@@ -283,6 +283,8 @@ def speculative_output_marginal(target_p: Distribution, draft_q: Distribution) -
     """
     same_vocabulary(target_p, draft_q)
     p, q = as_dense(target_p), as_dense(draft_q)
+    if not p.sum() > 0.0 or not q.sum() > 0.0:
+        raise ValueError("p and q need mass")
     p, q = p / p.sum(), q / q.sum()
     kept = np.array([acceptance_probability(p, q, token) for token in range(p.size)]) * q
     return kept + (1.0 - kept.sum()) * np.asarray(residual_distribution(p, q))

@@ -23,7 +23,8 @@ class History:
 
     def __init__(self, config: SamplerConfig, prompt: Sequence_[int]):
         self.config = config
-        self.prompt = prompt
+        # Only the repetition penalty sees the prompt, and only which ids are in it.
+        self.prompt = sorted(set(prompt)) if config.repetition_penalty != 1.0 else None
         self.counts: Counter[int] = Counter()
         self._depends = bool(config.presence_penalty or config.frequency_penalty) or (
             config.repetition_penalty != 1.0
@@ -78,6 +79,7 @@ class Sequence:
     finish_reason: str | None = None
     segments: list[Segment] = field(default_factory=list)
     ids_taken: int = 0
+    committing: bool = False
 
     @property
     def remaining(self) -> int:

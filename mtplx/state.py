@@ -26,6 +26,7 @@ from mlx_lm.models.cache import (
 from .errors import StateError
 from .families import Family
 
+# Of these, rows behind ``offset`` are no part of the cache: setting it back or forth is all.
 _TRIMMED = (KVCache, QuantizedKVCache)
 _SNAPSHOTTED = (RotatingKVCache, ArraysCache, ChunkedKVCache)
 
@@ -105,6 +106,10 @@ class State:
             leaf.trim(ids.shape[1])
         self._ahead = _Ahead(ids, outputs)
         mx.async_eval(outputs[1])
+
+    def drop_ahead(self) -> None:
+        """Forget a forward that was started ahead."""
+        self._ahead = None
 
     def prefill(self, tokens: Sequence[int], *, chunk: int = 512) -> Iterator[mx.array | None]:
         """Run tokens without logits, ``chunk`` at a time; yields hidden (<= chunk, D) or None.

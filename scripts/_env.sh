@@ -148,6 +148,7 @@ make_kernels() {
     if ! pip_install -qq --no-deps --no-build-isolation --force-reinstall "$root/kernels" \
       >"$venv/kernels.log" 2>&1; then
       say "the kernels could not be built, which leaves everything working but slower; the log is $venv/kernels.log"
+      say "to try again: rm $stamps/kernels"
     fi
   fi
   mark_done kernels

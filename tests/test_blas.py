@@ -41,6 +41,11 @@ def available() -> str:
     return f"not installed: {', '.join(missing)}" if missing else ""
 
 
+@pytest.mark.skipif("MTPLX_REQUIRE_KERNELS" not in os.environ, reason="kernels are optional")
+def test_the_kernels_are_there_where_they_must_be():
+    assert available() == ""
+
+
 needs_openblas = pytest.mark.skipif(bool(available()), reason=available() or "available")
 
 PRODUCTS = """

@@ -103,6 +103,10 @@ def test_an_empty_prompt_and_an_mtp_draft_without_a_head_are_usage_errors(model)
     fails(run("generate", "x", "--draft", "mtp", "-m", model), 2, "MTP head")
 
 
+def test_a_bias_on_no_token_is_a_usage_error(model):
+    fails(run("generate", "x", "-m", model, "--logit-bias", "999999=1"), 2, "logit_bias", "999999")
+
+
 def test_json_and_text_agree_and_logs_stay_off_stdout(model):
     args = ["generate", "Say hello.", "-m", model, "--seed", "5", "-n", "12"]
     found = run(*args, "--json")

@@ -16,7 +16,7 @@ from doubles import (
 
 from mtplx.drafters import Draft, MTPDrafter, NgramDrafter
 from mtplx.engine import Engine
-from mtplx.errors import NonFiniteLogitsError
+from mtplx.errors import NonFiniteLogitsError, StateError
 from mtplx.mtp_patch import attach_head, new_head
 from mtplx.sampler_config import SamplerConfig
 
@@ -240,3 +240,25 @@ def test_a_finished_sequence_is_left_alone():
     before = snapshot(sequence)
     Engine(8).step([sequence])
     assert snapshot(sequence) == before
+
+
+@pytest.mark.parametrize("spot", ["detokenizer", "observe", "second rollback"])
+def test_a_sequence_interrupted_while_committing_is_not_gone_on_with(spot, monkeypatch):
+    """Its tokens and its state no longer agree: an error, never wrong tokens."""
+    sequence = new_sequence(
+        ExactFamily(hashed_logits(16), 16), [9, 4, 11], RandomDrafter(2), rule="coupled", depth=3
+    )
+    engine = Engine(16)
+    engine.step([sequence])
+    target, name = {
+        "detokenizer": (sequence.output, "add"),
+        "observe": (sequence.drafter, "observe"),
+        "second rollback": (sequence, "commit"),
+    }[spot]
+    once = Once(getattr(target, name), KeyboardInterrupt(), after=True)
+    once.armed = True
+    monkeypatch.setattr(target, name, once)
+    with pytest.raises(KeyboardInterrupt):
+        engine.step([sequence])
+    with pytest.raises(StateError, match="interrupted"):
+        engine.step([sequence])

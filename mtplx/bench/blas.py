@@ -1,4 +1,4 @@
-"""float32 products of 1024 x 1024: the BLAS in force against stock MLX, in two processes.
+"""float32 products of 1024 x 1024: OpenBLAS against what MLX brought along, in two processes.
 
 A BLAS is chosen once a process, so each side has its own; they take turns, one product each.
 """
@@ -9,19 +9,20 @@ import subprocess
 import sys
 from statistics import median
 
+from ..errors import BlasError
 from .report import Report
 
 _ROUNDS = 7
 _WORKER = """
 import sys
 from time import perf_counter
-from mtplx.blas import activate
+from mtplx.blas import activate, describe
 activate(sys.argv[1])
 import mlx.core as mx
 a, b = mx.random.normal((1024, 1024)), mx.random.normal((1024, 1024))
 mx.eval(a, b)
 mx.eval(a @ b)
-print("ready", flush=True)
+print("ready", describe(), flush=True)
 for _ in sys.stdin:
     begin = perf_counter()
     mx.eval(a @ b)
@@ -29,16 +30,21 @@ for _ in sys.stdin:
 """
 
 
-def _start(choice: str) -> subprocess.Popen[str]:
+def _start(choice: str) -> tuple[subprocess.Popen[str], str]:
+    """A process that multiplies with the BLAS of that name, and that BLAS in its own words."""
     worker = subprocess.Popen(
         [sys.executable, "-c", _WORKER, choice],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
         text=True,
     )
-    if _read(worker) != "ready":
-        raise RuntimeError(f"the process with BLAS {choice!r} did not start")
-    return worker
+    word, _, described = _read(worker).partition(" ")
+    if word != "ready":
+        assert worker.stderr is not None
+        why = worker.stderr.read().strip().splitlines()[-1:] or ["no reason given"]
+        raise BlasError(f"no process with BLAS {choice!r}: {why[0]}")
+    return worker, described
 
 
 def _read(worker: subprocess.Popen[str]) -> str:
@@ -54,8 +60,9 @@ def _product(worker: subprocess.Popen[str]) -> float:
 
 
 def run() -> Report:
-    """Seconds of a product on both sides, and their ratio."""
-    workers = [_start("reference"), _start("auto")]
+    """Seconds of a product on both sides, and their ratio; ``BlasError`` without OpenBLAS."""
+    started = [_start("reference"), _start("openblas")]
+    workers = [worker for worker, _ in started]
     try:
         times = [[_product(worker) for worker in workers] for _ in range(_ROUNDS)]
     finally:
@@ -69,4 +76,6 @@ def run() -> Report:
         "stock_gflops": flops / stock / 1e9,
         "gflops": flops / fast / 1e9,
     }
-    return Report("blas", figures, "mtplx bench blas --json")
+    report = Report("blas", figures)
+    report.machine["blas"] = started[1][1]
+    return report

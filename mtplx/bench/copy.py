@@ -84,7 +84,7 @@ def run(bundle: Bundle) -> Report:
         for label, sampling in _PLAIN.items():
             figures[f"ar_vs_mlx_lm_{label}"] = _plain_against_mlx_lm(bundle, sampling)
             bar.advance(task)
-    return Report("copy", figures, "mtplx bench copy --json", notes)
+    return Report("copy", figures, notes=notes)
 
 
 def _left_out(tally: _Tally) -> int:

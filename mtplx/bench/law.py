@@ -45,4 +45,4 @@ def run() -> Report:
         "law_milliseconds": own * 1e3,
         "largest_error_in_p": float(error),
     }
-    return Report("law", figures, "mtplx bench law --json")
+    return Report("law", figures)

@@ -30,7 +30,7 @@ class Report:
 
     name: str
     figures: dict[str, float | None]
-    command: str
+    command: str = ""
     notes: list[str] = field(default_factory=list)
     versions: dict[str, str] = field(default_factory=lambda: _versions())
     machine: dict[str, str] = field(default_factory=lambda: _machine())

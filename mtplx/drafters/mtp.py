@@ -8,6 +8,7 @@ import mlx.core as mx
 import numpy as np
 
 from ..distribution import SparseDistribution
+from ..errors import StateError
 from ..mtp_patch import AttachedHead
 from .base import Draft, Proposal
 
@@ -48,6 +49,9 @@ class MTPDrafter:
         """Draft ``depth`` tokens, each from the head's processed law."""
         if depth < 1:
             return Draft([], [])
+        known = self.rows + sum(part.shape[0] for part in self._pending)
+        if known != len(self.tokens) - 1:
+            raise StateError(f"{known} hidden states are known for {len(self.tokens)} tokens")
         self._feed_committed()
         hidden = self._last
         if hidden is None:
