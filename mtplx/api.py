@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -108,14 +108,22 @@ def encode_prompt(bundle: Bundle, prompt: Prompt, *, chat: bool = True) -> list[
     """
     tokenizer = bundle.tokenizer
     if isinstance(prompt, str):
+        if not prompt.strip() and (chat or not prompt):
+            raise RequestError("the prompt is empty")
         if chat and tokenizer.has_chat_template:
             return tokenizer.apply_chat_template([{"role": "user", "content": prompt}])
         return tokenizer.encode(prompt)
     if isinstance(prompt, (bytes, bytearray)):
         raise RequestError("the prompt is bytes: decode it to a string, or give token ids")
+    if not isinstance(prompt, Iterable):
+        raise RequestError(f"the prompt must be a string, messages or token ids, not {prompt!r}")
     items: list[Any] = list(prompt)
     if items and all(isinstance(item, Mapping) for item in items):
         return tokenizer.apply_chat_template(items)
+    if any(isinstance(item, Mapping) for item in items):
+        raise RequestError(
+            "the prompt has chat messages and other things: give messages, or token ids"
+        )
     vocab = vocab_size(bundle)
     for item in items:
         whole = isinstance(item, (int, np.integer)) and not isinstance(item, bool)

@@ -30,6 +30,7 @@ __all__ = ["BlasStatus", "Choice", "activate", "counters", "describe", "status",
 Choice = Literal["auto", "openblas", "reference"]
 
 _ABI = 1
+_MOST_THREADS = 256
 _INIT_ERRORS = {
     1: "bad argument",
     2: "OpenBLAS cannot be opened",
@@ -157,10 +158,12 @@ def thread_count(root: Path = Path("/")) -> int:
         BlasError: MTPLX_THREADS is set and not a positive integer.
     """
     asked = os.environ.get("MTPLX_THREADS")
-    if asked is not None:
+    if asked:
         threads = _positive(asked)
-        if threads is None:
-            raise BlasError(f"MTPLX_THREADS must be a positive integer, not {asked!r}")
+        if threads is None or threads > _MOST_THREADS:
+            raise BlasError(
+                f"MTPLX_THREADS must be a positive integer up to {_MOST_THREADS}, not {asked!r}"
+            )
         return threads
     affinity = getattr(os, "sched_getaffinity", None)
     limits = [len(affinity(0)) if affinity is not None else os.cpu_count() or 1]

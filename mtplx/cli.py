@@ -269,7 +269,12 @@ def demo(
         _prepare(blas)
         from .demo import DEMO_PROMPT, run
 
-        run(_open(model, "auto"), prompt or DEMO_PROMPT, max_tokens=max_tokens, seed=seed)
+        run(
+            _open(model, "auto"),
+            DEMO_PROMPT if prompt is None else prompt,
+            max_tokens=max_tokens,
+            seed=seed,
+        )
 
 
 def _version(asked: bool) -> None:

@@ -111,8 +111,9 @@ def describe_acceptance(positions: list[float]) -> str:
 def summarise(result: Generation) -> None:
     """One dim line of figures after the text."""
     stats = result.stats
+    count = "1 token" if stats.tokens == 1 else f"{stats.tokens} tokens"
     note(
-        f"{stats.tokens} tokens, {stats.tokens_per_second:.1f} tokens/s; drafts: {stats.drafter},"
+        f"{count}, {stats.tokens_per_second:.1f} tokens/s; drafts: {stats.drafter},"
         f" {stats.acceptance_length:.2f} tokens a round"
         f" ({describe_acceptance(stats.acceptance_by_position)}); rule {stats.rule},"
         f" seed {result.seed}; {result.finish_reason}"

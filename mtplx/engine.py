@@ -88,7 +88,8 @@ class Engine:
             known = hidden[:taken] if hidden is not None and sequence.drafter.needs_hidden else None
             sequence.drafter.observe(emitted[:taken], known)
             shown = sequence.output.kept_tokens() - (start - sequence.prompt_length)
-            stats.count_round(len(draft.tokens), max(0, min(verdict.accepted, taken, shown)))
+            accepted = max(0, min(verdict.accepted, taken, shown))
+            stats.count_round(len(draft.tokens), accepted, taken)
         if sequence.finish_reason is not None:
             state.drop_ahead()
         sequence.committing = False

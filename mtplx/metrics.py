@@ -14,6 +14,7 @@ class Stats:
     prompt_tokens: tokens of the prompt.
     tokens: tokens emitted, the end-of-sequence token included, up to where the output was cut.
     rounds: forwards of the trunk after the prompt; each emits at least one token.
+    emitted: tokens that the rounds emitted; a stop string may have cut some of them afterwards.
     drafted[i]: rounds in which at least i + 1 tokens were drafted.
     accepted[i]: rounds in which the first i + 1 drafts were kept and emitted. A stop string takes
     back drafts of the last round; where it reaches into earlier rounds, those stay counted.
@@ -30,6 +31,7 @@ class Stats:
     prompt_tokens: int = 0
     tokens: int = 0
     rounds: int = 0
+    emitted: int = 0
     drafted: list[int] = field(default_factory=list)
     accepted: list[int] = field(default_factory=list)
     prefill_seconds: float = 0.0
@@ -37,9 +39,10 @@ class Stats:
     forward_seconds: float = 0.0
     other_seconds: float = 0.0
 
-    def count_round(self, drafted: int, accepted: int) -> None:
-        """Note one round: how many tokens were drafted, how many of them were emitted."""
+    def count_round(self, drafted: int, accepted: int, emitted: int) -> None:
+        """Note one round: tokens drafted, how many of those were kept, tokens emitted in all."""
         self.rounds += 1
+        self.emitted += emitted
         for counts, upto in ((self.drafted, drafted), (self.accepted, accepted)):
             counts.extend([0] * (drafted - len(counts)))
             for i in range(upto):
@@ -58,7 +61,7 @@ class Stats:
     @property
     def acceptance_length(self) -> float:
         """Tokens emitted per round, recovered or bonus token included; 1.0 is plain decoding."""
-        return self.tokens / self.rounds if self.rounds else 0.0
+        return self.emitted / self.rounds if self.rounds else 0.0
 
     @property
     def acceptance_by_position(self) -> list[float]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from numbers import Integral
 from typing import Any, Literal, get_args
 
 from .errors import RequestError
@@ -40,11 +41,11 @@ class Options:
         """Check every field."""
         if not isinstance(self.sampling, SamplerConfig):
             raise RequestError(f"sampling must be a SamplerConfig, not {self.sampling!r}")
-        _check_integer("max_tokens", self.max_tokens, 1)
-        if self.seed is not None:
-            _check_integer("seed", self.seed, 0, 2**64 - 1)
-        if self.depth is not None:
-            _check_integer("depth", self.depth, 0, MAX_DEPTH)
+        limits = {"max_tokens": (1, None), "seed": (0, 2**64 - 1), "depth": (0, MAX_DEPTH)}
+        for name, (low, high) in limits.items():
+            value = getattr(self, name)
+            if value is not None or name == "max_tokens":
+                object.__setattr__(self, name, _checked_integer(name, value, low, high))
         object.__setattr__(self, "stop", _checked_stops(self.stop))
         _check_choice("draft", self.draft, get_args(DraftSource))
         if self.verify is not None:
@@ -53,12 +54,14 @@ class Options:
             raise RequestError(f"chat must be True or False, not {self.chat!r}")
 
 
-def _check_integer(name: str, value: Any, low: int, high: int | None = None) -> None:
-    if isinstance(value, bool) or not isinstance(value, int):
+def _checked_integer(name: str, value: Any, low: int, high: int | None) -> int:
+    if isinstance(value, bool) or not isinstance(value, Integral):
         raise RequestError(f"{name} must be an integer, not {value!r}")
-    if value < low or (high is not None and value > high):
+    number = int(value)
+    if number < low or (high is not None and number > high):
         limit = f">= {low}" if high is None else f"in [{low}, {high}]"
         raise RequestError(f"{name} must be {limit}, not {value}")
+    return number
 
 
 def _checked_stops(stop: Any) -> tuple[str, ...]:
@@ -66,8 +69,11 @@ def _checked_stops(stop: Any) -> tuple[str, ...]:
         stops = (stop,) if isinstance(stop, str) else tuple(stop)
     except TypeError:
         stops = (None,)
-    if any(not isinstance(item, str) or not item for item in stops):
-        raise RequestError(f"stop must be non-empty strings, not {stop!r}")
+    for item in stops:
+        if not isinstance(item, str) or not item:
+            raise RequestError(f"stop must be non-empty strings, not {item!r}")
+        if not item.isprintable() and any("\ud800" <= c <= "\udfff" for c in item):
+            raise RequestError(f"stop must be valid Unicode, not {item!r}")
     return stops
 
 

@@ -16,7 +16,7 @@ import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers, processors
 
 from mtplx.detokenizer import StreamDetokenizer, TokenTable
-from mtplx.errors import ModelError, ModelFileError
+from mtplx.errors import ModelError, ModelFileError, RequestError
 
 if TYPE_CHECKING:
     from mtplx.chat import ChatTemplate
@@ -68,7 +68,12 @@ class Tokenizer:
         """Token ids of ``text``. Special tokens spelled out in the text become their ids.
 
         ``add_special_tokens`` adds what the model's post-processor adds (a BOS, often nothing).
+        Raises ``RequestError`` for a lone surrogate, which is no text.
         """
+        try:
+            text.encode("utf-8")
+        except UnicodeEncodeError:
+            raise RequestError("the text is not valid Unicode: it holds half a character") from None
         ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
         if ids and max(ids) >= self.vocab_size:
             self._check(max(ids))

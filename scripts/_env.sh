@@ -64,6 +64,9 @@ find_python() {
   local candidate
   python=""
   maker=""
+  if [ -n "${PYTHON-}" ] && { ! command -v "$PYTHON" >/dev/null || ! new_enough "$PYTHON"; }; then
+    die "PYTHON=$PYTHON is not a Python 3.11 or newer"
+  fi
   for candidate in ${PYTHON-} python3.14 python3.13 python3.12 python3.11 python3 python; do
     if ! command -v "$candidate" >/dev/null || ! new_enough "$candidate"; then continue; fi
     python="${python:-$candidate}"

@@ -310,3 +310,33 @@ def test_a_prompt_of_bytes_is_refused_and_one_of_numpy_ids_is_not(bundle):
     ids = np.array([5, 6, 7])
     one = mtplx.generate(bundle, ids, max_tokens=3, seed=1)
     assert one.token_ids == mtplx.generate(bundle, [5, 6, 7], max_tokens=3, seed=1).token_ids
+
+
+@pytest.mark.parametrize(
+    ("prompt", "words"),
+    [
+        ("", "empty"),
+        ("  \n", "empty"),
+        (None, "must be a string"),
+        (5, "must be a string"),
+        ("\ud800", "Unicode"),
+        ([{"role": "user", "content": "hi"}, 3], "chat messages and other things"),
+    ],
+)
+def test_a_prompt_that_cannot_be_is_refused_in_words(bundle, prompt, words):
+    with pytest.raises(RequestError, match=words):
+        mtplx.generate(bundle, prompt)
+
+
+def test_numpy_integers_are_integers(bundle):
+    one = mtplx.generate(bundle, [5, 6], seed=np.int64(3), max_tokens=np.int32(4))
+    assert one.token_ids == mtplx.generate(bundle, [5, 6], seed=3, max_tokens=4).token_ids
+    assert type(one.seed) is int
+
+
+def test_a_stop_string_over_rounds_leaves_the_acceptance_length_at_one_or_more(bundle):
+    options = {"sampling": SamplerConfig(temperature=0.0), "seed": 1, "draft": "none"}
+    whole = mtplx.generate(bundle, "hello", max_tokens=16, **options).text
+    result = mtplx.generate(bundle, "hello", max_tokens=16, stop=whole[4:12], **options)
+    assert result.stats.tokens < result.stats.rounds
+    assert result.stats.acceptance_length == 1.0
