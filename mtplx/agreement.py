@@ -78,16 +78,13 @@ def difference(
     for _ in state.prefill(common[:-1]):
         pass
     _, logits = state.forward(common[-1:])
-    history = History(sampling, tuple(prompt))
+    # Greedy: what counts is the distance of the two logits, whatever the filters.
+    greedy = replace(sampling, temperature=1.0, top_p=1.0, top_k=0, min_p=0.0)
+    history = History(sampling if sampling.temperature > 0 else greedy, prompt)
     history.counts.update(one[:at])
-    if sampling.temperature > 0:
-        law = history.laws(logits, [])[0]
-        if not all(law.probability(token) > 0 for token in tokens):
-            return Difference(at, tokens, None)
-    else:
-        # Greedy: what counts is the distance of the two logits, whatever the filters.
-        history.config = replace(sampling, temperature=1.0, top_p=1.0, top_k=0, min_p=0.0)
-        law = history.laws(logits, [])[0]
+    law = history.law_after(logits[0], [])
+    if not all(law.probability(token) > 0 for token in tokens):
+        return Difference(at, tokens, None)
     return Difference(at, tokens, _margin(law, tokens, sampling, seed, len(common)))
 
 

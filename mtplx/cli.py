@@ -15,6 +15,7 @@ import typer
 from . import __version__, console
 from .blas import Choice, activate, describe
 from .errors import MtplxError, RequestError
+from .fetch import DEFAULT_MODEL, known
 from .options import DraftSource, Options, RuleName, WeightsForm
 from .sampler_config import SamplerConfig
 
@@ -72,7 +73,6 @@ ShowDrafts = Annotated[
     bool, typer.Option("--show-drafts", help="Colour the text that came from drafts.")
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]
-_DEFAULT = "smollm2-135m-instruct"
 
 
 @contextmanager
@@ -104,7 +104,8 @@ def _prepare(blas: Choice) -> None:
 
 def _open(model: str, weights: str) -> Any:
     """A bundle, downloaded first if need be."""
-    console.pull_if_absent(model)
+    if known(model):
+        console.pull(model)
     with console.working(f"loading {model}"):
         from .load import load
 
@@ -157,7 +158,7 @@ def _result(result: Any) -> dict[str, Any]:
 @app.command()
 def generate(
     prompt: Prompt = None,
-    model: Model = _DEFAULT,
+    model: Model = DEFAULT_MODEL,
     temperature: Temperature = 0.6,
     top_p: TopP = 0.95,
     top_k: TopK = 20,
@@ -210,7 +211,7 @@ def generate(
 
 @app.command()
 def pull(
-    model: Annotated[str, typer.Argument(help="A known name.")] = _DEFAULT,
+    model: Annotated[str, typer.Argument(help="A known name.")] = DEFAULT_MODEL,
     verify: Annotated[bool, typer.Option("--verify", help="Check the sha256 again.")] = False,
 ) -> None:
     """Download a model by name, through the machine's own pip settings, and print its path."""
@@ -259,7 +260,7 @@ def bench(
 @app.command()
 def demo(
     prompt: Annotated[str | None, typer.Argument(help="Yours, or a text to correct.")] = None,
-    model: Model = _DEFAULT,
+    model: Model = DEFAULT_MODEL,
     max_tokens: Annotated[int, typer.Option("--max-tokens", "-n")] = 160,
     seed: Annotated[int, typer.Option(help="The same for both runs.")] = 1,
     blas: Blas = "auto",

@@ -81,14 +81,6 @@ def pull(model: str, *, verify: bool = False) -> Path:
         )
 
 
-def pull_if_absent(model: str) -> None:
-    """Download a known model that is not there yet; anything else is left to ``load``."""
-    from .fetch import download_size, known
-
-    if known(model) and download_size(model):
-        pull(model)
-
-
 def stream_text(stream: Stream, *, show_drafts: bool = False) -> None:
     """Print text as it comes, on stdout; drafted pieces coloured if asked for."""
     console = Console(highlight=False)

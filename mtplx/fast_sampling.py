@@ -20,10 +20,10 @@ import mlx.core as mx
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from .distribution import Floats, Ids, SparseDistribution, inverse_cdf
+from .distribution import Floats, SparseDistribution, inverse_cdf
 from .penalties import bias_amounts, penalty_amounts, repeated_ids
 from .sampler_config import SamplerConfig
-from .sampling import kept_in_order, require_finite_row, softmax, tempered_weights
+from .sampling import kept_in_order, law_of_processed, require_finite_row, tempered_weights
 
 __all__ = [
     "apply_penalties_mlx",
@@ -136,7 +136,9 @@ def _host_sparse_distribution(
     """
     values = np.asarray(logits, dtype=np.float32).astype(np.float64).reshape(-1)
     if token_ids is None:
-        return _host_whole_row(values, config)
+        probs = law_of_processed(values, config)
+        ids = np.flatnonzero(probs)
+        return SparseDistribution(ids, probs[ids], values.size)
     if config.temperature <= 0:
         return SparseDistribution.one_hot(int(token_ids[0]), int(vocab_size or 0))
     weights = tempered_weights(values, values[0], config.temperature)
@@ -145,18 +147,6 @@ def _host_sparse_distribution(
     ids, weights = token_ids[keep].astype(np.int64), weights[keep]
     order = np.argsort(ids)
     return SparseDistribution(ids[order], weights[order], int(vocab_size or 0))
-
-
-def _host_whole_row(row: Floats, config: SamplerConfig) -> SparseDistribution:
-    probs = softmax(row, config.temperature)
-    limit = config.top_k if 0 < config.top_k < row.size else row.size
-    if config.temperature > 0 and (limit < row.size or config.top_p < 1 or config.min_p > 0):
-        order = np.argsort(-row, kind="stable")[:limit]
-        ids: Ids = np.sort(order[kept_in_order(probs[order], config.top_p, config.min_p)])
-    else:
-        ids = np.arange(row.size)
-    ids = ids[probs[ids] > 0]
-    return SparseDistribution(ids, probs[ids], row.size)
 
 
 def _raise_if_broken(rows: mx.array, broken: NDArray[np.bool_], highest: Floats) -> None:

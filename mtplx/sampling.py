@@ -95,16 +95,14 @@ def softmax(logits: ArrayLike, temperature: float = 1.0) -> Floats:
         hot = np.zeros_like(row)
         hot[int(np.argmax(row))] = 1.0
         return hot
-    return tempered_weights(row, float(row.max()), temperature, normalise=True)
+    weights = tempered_weights(row, float(row.max()), temperature)
+    return weights / weights.sum()
 
 
-def tempered_weights(
-    logits: Floats, highest: float, temperature: float, *, normalise: bool = False
-) -> Floats:
+def tempered_weights(logits: Floats, highest: float, temperature: float) -> Floats:
     """exp((logits - highest) / temperature), temperature > 0: subtracting first cannot overflow."""
     with np.errstate(over="ignore", under="ignore"):
-        weights = np.exp((logits - highest) / temperature)
-    return weights / weights.sum() if normalise else weights
+        return np.exp((logits - highest) / temperature)
 
 
 def deterministic_top_k_order(values: ArrayLike, top_k: int) -> Ids:
@@ -188,7 +186,13 @@ def distribution_from_logits(
     Raises ``NonFiniteLogitsError`` for NaN, +inf or an all -inf row (after bias and penalties
     too) at every temperature; ``ValueError`` for an id outside the vocabulary.
     """
-    row = processed_logits(logits, config, token_counts, penalty_overlay, prompt_ids)
+    return law_of_processed(
+        processed_logits(logits, config, token_counts, penalty_overlay, prompt_ids), config
+    )
+
+
+def law_of_processed(row: Floats, config: SamplerConfig) -> Floats:
+    """Steps 4 to 6 of the law: (vocab,) logits with bias and penalties applied -> (vocab,)."""
     probs = softmax(row, config.temperature)
     filters = config.top_p < 1.0 or 0 < config.top_k < row.size or config.min_p > 0.0
     if config.temperature <= 0 or not filters:

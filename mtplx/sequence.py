@@ -32,19 +32,19 @@ class History:
 
     def laws(self, logits: mx.array, drafts: Sequence_[int]) -> list[SparseDistribution]:
         """The law of each row of ``logits`` (len(drafts) + 1, vocab); row i follows i drafts."""
-        counts = None
-        if self._depends:
-            counts = [self.counts + Counter(drafts[:i]) for i in range(len(drafts) + 1)]
-        return sparse_distributions_from_mlx_logits(
-            logits, self.config, token_counts=counts, prompt_ids=self.prompt
-        )
+        return self._laws(logits, [drafts[:i] for i in range(len(drafts) + 1)])
 
     def law_after(self, logits: mx.array, drafts: Sequence_[int]) -> SparseDistribution:
         """The law of one row, (vocab,), that follows all of ``drafts``."""
-        counts = [self.counts + Counter(drafts)] if self._depends else None
+        return self._laws(logits[None], [drafts])[0]
+
+    def _laws(
+        self, logits: mx.array, prefixes: Sequence_[Sequence_[int]]
+    ) -> list[SparseDistribution]:
+        counts = [self.counts + Counter(p) for p in prefixes] if self._depends else None
         return sparse_distributions_from_mlx_logits(
-            logits[None], self.config, token_counts=counts, prompt_ids=self.prompt
-        )[0]
+            logits, self.config, token_counts=counts, prompt_ids=self.prompt
+        )
 
     def greedy_on_device(self, logits: mx.array) -> mx.array | None:
         """The next token, (1, 1), of greedy decoding without bias or penalties; None otherwise.

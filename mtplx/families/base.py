@@ -14,8 +14,6 @@ class Family(ABC):
     Shapes: B sequences, L rows, D hidden size, V vocabulary. Caches are changed in place.
     """
 
-    has_hidden: bool = False
-
     def __init__(self, trunk: Any):
         self.trunk = trunk
 
@@ -31,7 +29,6 @@ class Family(ABC):
 class HeadedFamily(Family):
     """A family whose trunk can carry an MTP head."""
 
-    has_hidden = True
     hidden_size: int
     norm_eps: float
 

@@ -10,7 +10,7 @@ A round without drafts is plain decoding under every rule, one RACE draw from th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from typing import Protocol
 
 from ..distribution import Distribution
@@ -36,7 +36,7 @@ class Rule(Protocol):
         """Judge a non-empty block."""
 
 
-RULES: dict[str, Callable[..., Verdict]] = {"token": verify_token, "coupled": verify_coupled}
+RULES: dict[str, Rule] = {"token": verify_token, "coupled": verify_coupled}
 
 
 def verify(
