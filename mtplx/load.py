@@ -167,7 +167,7 @@ def _load_directory(source: str, checkpoint: Checkpoint, form: str, head: Any) -
     del model.load_weights, model.sanitize  # the checks set by _checked_classes
     parameters = get_total_parameters(model)
     if form == "float32":
-        _to_float32(model)
+        to_float32(model)
     mx.eval(model.parameters())
     provenance = Provenance(
         source, checkpoint.path, checkpoint.files, checkpoint.config["model_type"],
@@ -272,7 +272,7 @@ def _load_weights(
     return (into or model.load_weights)(items, strict=True)
 
 
-def _to_float32(model: nn.Module) -> None:
+def to_float32(model: nn.Module) -> nn.Module:
     """Replaces packed modules by plain ones and widens 16-bit parameters, in place and lazily."""
     import mlx.core as mx
     import mlx.nn as nn
@@ -303,7 +303,7 @@ def _to_float32(model: nn.Module) -> None:
         replaced.append((name, new))
     model.update_modules(tree_unflatten(replaced))
     model.set_dtype(mx.float32)
-    model.eval()
+    return model.eval()
 
 
 def describe_run(form: str, stored: Mapping[str, str]) -> str:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence as Sequence_
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import mlx.core as mx
 
 from .distribution import SparseDistribution
+from .draft_vocabulary import DraftVocabulary
 from .drafters import Drafter
 from .fast_sampling import sparse_distributions_from_mlx_logits
 from .metrics import Stats
@@ -34,9 +35,28 @@ class History:
         """The law of each row of ``logits`` (len(drafts) + 1, vocab); row i follows i drafts."""
         return self._laws(logits, [drafts[:i] for i in range(len(drafts) + 1)])
 
-    def law_after(self, logits: mx.array, drafts: Sequence_[int]) -> SparseDistribution:
-        """The law of one row, (vocab,), that follows all of ``drafts``."""
-        return self._laws(logits[None], [drafts])[0]
+    def law_after(
+        self, logits: mx.array, drafts: Sequence_[int], vocabulary: DraftVocabulary | None = None
+    ) -> SparseDistribution:
+        """The law of one row, (vocab,), that follows all of ``drafts``.
+
+        With a draft vocabulary the row has its ids only; the law is 0 elsewhere.
+        """
+        if vocabulary is None:
+            return self._laws(logits[None], [drafts])[0]
+        counts = [vocabulary.counts(self.counts + Counter(drafts))] if self._depends else None
+        law = sparse_distributions_from_mlx_logits(
+            logits[None],
+            self._draft_config(vocabulary),
+            token_counts=counts,
+            prompt_ids=None if self.prompt is None else vocabulary.indices(self.prompt),
+        )[0]
+        return vocabulary.widen(law)
+
+    def _draft_config(self, vocabulary: DraftVocabulary) -> SamplerConfig:
+        if self.config.logit_bias is None:
+            return self.config
+        return replace(self.config, logit_bias=vocabulary.bias(self.config.logit_bias))
 
     def _laws(
         self, logits: mx.array, prefixes: Sequence_[Sequence_[int]]

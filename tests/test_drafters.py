@@ -50,7 +50,7 @@ def head_of(trunk, *, embedding_first=True, seed=2):
 def proposal(config=PLAIN, seen=None):
     """A proposal that records each (offset, q) and draws the likeliest token but one."""
 
-    def law(logits, drafts):
+    def law(logits, drafts, vocabulary=None):
         return sparse_distribution_from_mlx_logits(logits, config)
 
     def draw(offset, q):

@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parent.parent / "mtplx"
 ROWS = (
     ("errors",),
     ("sampler_config", "distribution", "metrics", "text", "blas", "installer"),
-    ("penalties", "options", "gguf", "detokenizer", "chat"),
+    ("penalties", "draft_vocabulary", "options", "gguf", "detokenizer", "chat"),
     ("sampling", "rng", "gguf_llama", "tokenizer"),
     ("verify", "checkpoint"),
     ("fetch",),
@@ -42,7 +42,7 @@ RANK = {module: i for i, row in enumerate(ROWS) for module in row}
 FIRST_WITH_MLX = RANK["fast_sampling"]
 HTTP = {"http", "socketserver", "wsgiref", "aiohttp", "fastapi", "starlette", "uvicorn", "flask"}
 OUTSIDE = {
-    "mlx_lm": {"families", "mtp_patch", "load", "state", "bench"},  # bench compares with it
+    "mlx_lm": {"families", "mtp_patch", "load", "state", "forge", "bench"},  # bench compares with it
     **{package: {"server"} for package in HTTP},
 }
 WITHOUT_MLX = ("errors", "sampler_config", "distribution", "penalties", "sampling", "rng", "verify")

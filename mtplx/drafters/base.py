@@ -9,6 +9,7 @@ from typing import Protocol
 import mlx.core as mx
 
 from ..distribution import SparseDistribution
+from ..draft_vocabulary import DraftVocabulary
 
 
 @dataclass(frozen=True)
@@ -23,12 +24,13 @@ class Draft:
 class Proposal:
     """What a drafter may use to draw tokens.
 
-    law: (logits (vocab,), drafts so far) -> q, processed as the target's p would be.
+    law: (logits (vocab,), drafts so far, the ids that the logits are of, or None for all) -> q,
+    processed as the target's p would be.
     draw: (offset in the block, q) -> token id, by the request's randomness.
     vocab_size: of the trunk.
     """
 
-    law: Callable[[mx.array, Sequence[int]], SparseDistribution]
+    law: Callable[[mx.array, Sequence[int], DraftVocabulary | None], SparseDistribution]
     draw: Callable[[int, SparseDistribution], int]
     vocab_size: int
 

@@ -30,6 +30,7 @@ class MTPDrafter:
         self.attached = attached
         self.cache = attached.new_cache()
         self.tokens: list[int] = []
+        # The trunk's features (n, F) of rows that the cache does not hold yet.
         self._pending: list[mx.array] = []
         # The head's hidden state (1, D) of the last committed row.
         self._last: mx.array | None = None
@@ -61,7 +62,8 @@ class MTPDrafter:
         q_rows: list[SparseDistribution] = []
         try:
             while True:
-                q = proposal.law(self.attached.logits(hidden)[-1], tokens)
+                logits = self.attached.logits(hidden)[-1]
+                q = proposal.law(logits, tokens, self.attached.vocabulary)
                 tokens.append(proposal.draw(len(tokens), q))
                 q_rows.append(q)
                 if len(tokens) == depth:

@@ -22,6 +22,9 @@ FAMILIES: dict[str, type[Family]] = {
 }
 
 
-def family_of(trunk: Any) -> Family:
-    """The family of an mlx_lm trunk, by its ``model_type``."""
-    return FAMILIES.get(getattr(trunk, "model_type", ""), OpaqueFamily)(trunk)
+def family_of(trunk: Any, levels: tuple[int, ...] = ()) -> Family:
+    """The family of an mlx_lm trunk, by its ``model_type``.
+
+    levels: the layers whose outputs are wanted as features besides the final hidden state.
+    """
+    return FAMILIES.get(getattr(trunk, "model_type", ""), OpaqueFamily)(trunk, levels)

@@ -6,30 +6,39 @@ from abc import ABC, abstractmethod
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
+from mlx_lm.models.base import create_attention_mask
+
+__all__ = ["Family", "HeadedFamily", "create_attention_mask"]
 
 
 class Family(ABC):
     """One trunk, and how to run it in the pieces that speculation needs.
 
-    Shapes: B sequences, L rows, D hidden size, V vocabulary. Caches are changed in place.
+    Shapes: B sequences, L rows, D hidden size, V vocabulary. Caches are changed in place. What the
+    trunk gives of itself are its features: the hidden state that its output head sees, then the
+    outputs of the layers ``levels``, counted from 1 and divided by their root mean square, side by
+    side: F = (1 + len(levels)) D numbers.
     """
 
-    def __init__(self, trunk: Any):
+    def __init__(self, trunk: Any, levels: tuple[int, ...] = ()):
         self.trunk = trunk
+        self.levels = levels
 
     @abstractmethod
     def forward(self, tokens: mx.array, cache: list[Any]) -> tuple[mx.array | None, mx.array]:
-        """Tokens (B, L) -> hidden (B, L, D), or None if the trunk hides it; logits (B, L, V)."""
+        """Tokens (B, L) -> features (B, L, F), None if the trunk hides them; logits (B, L, V)."""
 
     @abstractmethod
     def prefill(self, tokens: mx.array, cache: list[Any]) -> mx.array | None:
-        """Tokens (B, L) -> hidden (B, L, D) or None, without asking for logits."""
+        """Tokens (B, L) -> features (B, L, F) or None, without asking for logits."""
 
 
 class HeadedFamily(Family):
     """A family whose trunk can carry an MTP head."""
 
     hidden_size: int
+    vocab_size: int
     norm_eps: float
 
     @abstractmethod
@@ -41,12 +50,20 @@ class HeadedFamily(Family):
         """Hidden (B, L, D), as it comes out of the final norm -> logits (B, L, V)."""
 
     @abstractmethod
-    def new_layer(self) -> Any:
-        """A fresh decoder layer of the trunk's kind, randomly initialised."""
+    def output_rows(self, ids: np.ndarray) -> mx.array:
+        """The rows of the output head that belong to ``ids``, (n, D), not packed."""
+
+    @property
+    @abstractmethod
+    def layers(self) -> list[Any]:
+        """The trunk's decoder layers, in order."""
 
     @abstractmethod
-    def run_layer(self, layer: Any, x: mx.array, cache: Any) -> mx.array:
-        """Run x (B, L, D) through ``layer`` with its own cache, causally -> (B, L, D)."""
+    def new_layer(self) -> Any:
+        """A fresh decoder layer of the trunk's kind, randomly initialised.
+
+        Called with x (B, L, D), an attention mask and a cache of its own; gives (B, L, D).
+        """
 
     @abstractmethod
     def new_cache(self) -> Any:

@@ -1,0 +1,48 @@
+"""A reduced vocabulary for drafts: fewer ids, a smaller output head, cheaper drafts, still exact.
+
+The draft law lives on these ids and is 0 elsewhere. Verification takes q as the law that drafts
+were drawn from, whatever its support, so nothing else knows of the reduction.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from .distribution import SparseDistribution
+
+
+class DraftVocabulary:
+    """Some ids of a vocabulary, ascending; index i stands for ids[i].
+
+    Raises ``ValueError`` unless the ids are ascending, distinct and within the vocabulary.
+    """
+
+    def __init__(self, ids: ArrayLike, vocab_size: int):
+        found: NDArray[np.int64] = np.asarray(ids).astype(np.int64)
+        inside = found.ndim == 1 and found.size and found[0] >= 0 and found[-1] < vocab_size
+        if not inside or (np.diff(found) <= 0).any():
+            raise ValueError(f"draft ids are not ascending ids within [0, {vocab_size})")
+        self.ids = found
+        self.vocab_size = vocab_size
+        self._index = {token: i for i, token in enumerate(found.tolist())}
+
+    def counts(self, counts: Mapping[int, float]) -> Counter[int]:
+        """Counts by id -> counts by index; ids that are not here are left out."""
+        return Counter({self._index[t]: c for t, c in counts.items() if t in self._index})  # type: ignore[misc]
+
+    def bias(self, bias: Mapping[int, float] | None) -> dict[int, float] | None:
+        """A bias by id -> by index."""
+        kept = {self._index[t]: b for t, b in (bias or {}).items() if t in self._index}
+        return kept or None
+
+    def indices(self, ids: Iterable[int]) -> list[int]:
+        """Those of ``ids`` that are here, as indices."""
+        return [self._index[t] for t in ids if t in self._index]
+
+    def widen(self, law: SparseDistribution) -> SparseDistribution:
+        """A law over the indices -> the same over the whole vocabulary."""
+        return SparseDistribution(self.ids[law.token_ids], law.probs, self.vocab_size)

@@ -1,0 +1,1 @@
+"""Training of MTP heads: distil, train, measure, publish."""

@@ -1,0 +1,141 @@
+"""Distilled data as training reads them: windows of rows, from the shards on disk."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import mlx.core as mx
+import numpy as np
+from safetensors import safe_open
+
+from ..draft_vocabulary import DraftVocabulary
+from ..errors import ModelFileError
+from .conversation import Kind
+
+# How much the trunk's law counts where it is about a token of each kind.
+_WEIGHTS = {Kind.TEMPLATE: 0.0, Kind.SEED: 0.3, Kind.USER: 0.5, Kind.ANSWER: 1.0}
+_SHARED_TOKENS = 12
+
+
+@dataclass(frozen=True)
+class Batch:
+    """features (B, n, F) float16, tokens (B, n) int32, weights (B, n) float32."""
+
+    features: mx.array
+    tokens: mx.array
+    weights: mx.array
+
+    def part(self, index: slice) -> Batch:
+        """Some of its sequences."""
+        return Batch(self.features[index], self.tokens[index], self.weights[index])
+
+
+class Data:
+    """The shards of a folder. The last ``held_out`` rows are for checks, never for training.
+
+    forbidden: texts, as token ids, that must not be learnt from: a row that shares
+    ``_SHARED_TOKENS`` consecutive tokens with one of them is left out.
+    """
+
+    def __init__(
+        self,
+        paths: Sequence[Path],
+        vocab_size: int,
+        *,
+        held_out: int = 16,
+        forbidden: Iterable[Sequence[int]] = (),
+    ):
+        self.vocab_size = vocab_size
+        try:
+            self._files = [safe_open(str(path), "np") for path in paths]
+            self._features = [file.get_slice("features") for file in self._files]
+            tokens = [file.get_tensor("tokens") for file in self._files]
+            self.kinds = np.concatenate([file.get_tensor("kinds") for file in self._files])
+        except Exception as e:  # the library raises its own error type
+            raise ModelFileError(f"{paths[0].parent}: not usable training data ({e})") from e
+        self.tokens = np.concatenate(tokens)
+        self._place = [(f, row) for f, t in enumerate(tokens) for row in range(len(t))]
+        self.left_out = _sharing(self.tokens, forbidden)
+        count = len(self.tokens)
+        held_out = min(held_out, count // 4)
+        free = np.setdiff1d(np.arange(count), self.left_out)
+        self.training, self.held = free[free < count - held_out], free[free >= count - held_out]
+        if not self.training.size or not self.held.size:
+            raise ModelFileError(f"{paths[0].parent}: {count} rows are too few to train on")
+
+    @property
+    def length(self) -> int:
+        """Tokens of a row."""
+        return self.tokens.shape[1]
+
+    def sha256(self) -> str:
+        """Of all tokens, in order: what the trunk wrote."""
+        return hashlib.sha256(np.ascontiguousarray(self.tokens, dtype="<i4").tobytes()).hexdigest()
+
+    def frequent(self, count: int, always: Iterable[int] = ()) -> DraftVocabulary | None:
+        """The ``count`` most frequent ids of what was sampled, and ``always``; None for all ids."""
+        if count == 0:
+            return None
+        sampled = self.tokens[self.training][self.kinds[self.training] >= Kind.USER]
+        counts = Counter(sampled.tolist())
+        wanted = set(always)
+        for token, _ in sorted(counts.items(), key=lambda pair: (-pair[1], pair[0])):
+            if len(wanted) >= count:
+                break
+            wanted.add(token)
+        return DraftVocabulary(sorted(wanted), self.vocab_size)
+
+    def coverage(self, vocabulary: DraftVocabulary | None) -> float:
+        """The share of sampled tokens, of the held-out rows, that can be drafted."""
+        if vocabulary is None:
+            return 1.0
+        sampled = self.tokens[self.held][self.kinds[self.held] >= Kind.USER]
+        return float(np.isin(sampled, vocabulary.ids).mean())
+
+    def batch(self, count: int, length: int, seed: int, step: int) -> Batch:
+        """Windows of ``length`` tokens for a step: every row once before any comes again.
+
+        Half of them begin where the row begins, as a prompt does.
+        """
+        epoch, at = divmod(step * count, len(self.training))
+        order = np.concatenate(
+            [np.random.default_rng([seed, e]).permutation(self.training) for e in (epoch, epoch + 1)]
+        )
+        random = np.random.default_rng([seed, step, 1])
+        last = self.length - length
+        starts = np.where(random.random(count) < 0.5, 0, random.integers(0, last + 1, count))
+        return self._windows(order[at : at + count].tolist(), starts.tolist(), length)
+
+    def check(self, length: int) -> Batch:
+        """The held-out rows from their beginning."""
+        return self._windows(self.held.tolist(), [0] * len(self.held), length)
+
+    def _windows(self, rows: Sequence[int], starts: Sequence[int], length: int) -> Batch:
+        features, tokens, weights = [], [], []
+        table = np.array([_WEIGHTS[kind] for kind in Kind], np.float32)
+        for row, start in zip(rows, starts, strict=True):
+            file, inside = self._place[row]
+            features.append(self._features[file][inside : inside + 1, start : start + length][0])
+            tokens.append(self.tokens[row, start : start + length])
+            # A position's law is about the token after it; behind the row nothing is known.
+            kinds = self.kinds[row, start + 1 : start + length + 1]
+            weights.append(np.pad(table[kinds], (0, length - len(kinds))))
+        return Batch(*(mx.array(np.stack(part)) for part in (features, tokens, weights)))
+
+
+def _sharing(tokens: np.ndarray, forbidden: Iterable[Sequence[int]]) -> np.ndarray:
+    """Indices of the rows that have a run of tokens in common with a forbidden text."""
+    n = _SHARED_TOKENS
+    grams = {tuple(text[i : i + n]) for text in forbidden for i in range(len(text) - n + 1)}
+    if not grams:
+        return np.zeros(0, np.int64)
+    found = [
+        row
+        for row, ids in enumerate(tokens.tolist())
+        if any(tuple(ids[i : i + n]) in grams for i in range(len(ids) - n + 1))
+    ]
+    return np.array(found, np.int64)

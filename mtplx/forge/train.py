@@ -1,0 +1,211 @@
+"""Step 2 of a training: the head alone, against the trunk's distribution. The trunk is frozen.
+
+Matrices are trained with Muon (Jordan 2024), vectors with AdamW. What a step does is a function of
+plan, data and its number; a checkpoint holds everything else.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import mlx.optimizers as optimizers
+import numpy as np
+from mlx.utils import tree_flatten, tree_map, tree_unflatten
+
+from ..draft_vocabulary import DraftVocabulary
+from ..errors import ModelFileError, RequestError
+from ..load import Bundle, to_float32
+from ..mtp_patch import MTPHead, attach_head, headed_family, new_head
+from .data import Batch, Data
+from .objective import losses
+
+
+@dataclass(frozen=True)
+class TrainPlan:
+    """What the weights are a function of, besides trunk and data.
+
+    rows, window: of a batch, in sequences and draft rows of each.  depth: draft steps unrolled from
+    step ``unroll_from`` * steps on; one before.  matrix_rate, vector_rate: learning rates of Muon
+    and AdamW, rising over ``warmup`` steps and falling linearly to 0 over the last ``decay`` share.
+    vocabulary: how many ids to draft from, the most frequent of the data; 0 is all.
+    """
+
+    seed: int = 0
+    steps: int = 1500
+    rows: int = 20
+    window: int = 160
+    depth: int = 3
+    unroll_from: float = 0.8
+    matrix_rate: float = 0.06
+    vector_rate: float = 1e-3
+    warmup: int = 20
+    decay: float = 0.5
+    vocabulary: int = 8192
+    levels: tuple[int, ...] = ()
+    streams: int = 2
+    check_every: int = 50
+
+    def depth_at(self, step: int) -> int:
+        """Draft steps unrolled in a step."""
+        return self.depth if step >= self.unroll_from * self.steps else 1
+
+    def rate_at(self, step: int) -> float:
+        """The share of the learning rates that a step takes."""
+        left = (self.steps - step) / max(1.0, self.decay * self.steps)
+        return min(1.0, (step + 1) / self.warmup, left)
+
+
+def initial_head(bundle: Bundle, plan: TrainPlan, vocabulary: DraftVocabulary | None) -> MTPHead:
+    """A head that starts as the trunk's last layer, run once more on the trunk's hidden state."""
+    head = new_head(bundle.trunk, levels=plan.levels, vocabulary=vocabulary)
+    head.layer = to_float32(copy.deepcopy(headed_family(bundle.trunk).layers[-1]))
+    size = head.fc.weight.shape[0]
+    weight = np.zeros(head.fc.weight.shape, np.float32)
+    weight[:, size : 2 * size] = np.eye(size)
+    head.fc.weight = mx.array(weight)
+    head.set_dtype(mx.float32)
+    mx.eval(head.parameters())
+    return head
+
+
+def _optimiser() -> optimizers.MultiOptimizer:
+    matrices = optimizers.Muon(learning_rate=0.0, weight_decay=0.0)
+    vectors = optimizers.AdamW(learning_rate=0.0, weight_decay=0.0, betas=[0.9, 0.98])
+    return optimizers.MultiOptimizer([matrices, vectors], [lambda _, weight: weight.ndim == 2])
+
+
+class Trainer:
+    """A training between two steps.  log: one entry for every ``check_every`` steps, and the end."""
+
+    def __init__(self, bundle: Bundle, data: Data, plan: TrainPlan):
+        self.data, self.plan = data, plan
+        vocabulary = data.frequent(plan.vocabulary, bundle.tokenizer.eos_ids)
+        self.head = initial_head(bundle, plan, vocabulary)
+        self.attached = attach_head(bundle.trunk, self.head)
+        self.step = 0
+        self.log: list[dict[str, Any]] = []
+        self._optimiser = _optimiser()
+        self._optimiser.init(self.head.trainable_parameters())
+        self._streams = [mx.new_stream(mx.default_device()) for _ in range(plan.streams)]
+        self._sums, self._seconds = np.zeros(2), 0.0
+
+    @property
+    def done(self) -> bool:
+        """Whether every step has been taken."""
+        return self.step >= self.plan.steps
+
+    def advance(self) -> None:
+        """One step; and a check of the held-out rows, where one is due."""
+        begin, plan = perf_counter(), self.plan
+        depth = plan.depth_at(self.step)
+        batch = self.data.batch(plan.rows, plan.window + depth, plan.seed, self.step)
+        share = plan.rate_at(self.step)
+        matrices, vectors = self._optimiser.optimizers
+        matrices.learning_rate = plan.matrix_rate * share
+        vectors.learning_rate = plan.vector_rate * share
+        loss, gradients = self._gradients(batch, depth)
+        self._optimiser.update(self.head, gradients)
+        mx.eval(self.head.parameters(), self._optimiser.state, loss)
+        self.step += 1
+        self._sums += (float(loss), 1)
+        self._seconds += perf_counter() - begin
+        if self.step % plan.check_every == 0 or self.done:
+            self._check()
+
+    def _gradients(self, batch: Batch, depth: int) -> tuple[mx.array, Any]:
+        """Mean loss of a batch and its gradient, the sequences shared between the streams."""
+        count = batch.tokens.shape[0]
+        edges = [count * i // len(self._streams) for i in range(len(self._streams) + 1)]
+        weight = batch.weights[:, 1:].sum() + 1e-6
+
+        def loss_of(part: Batch) -> mx.array:
+            return losses(self.attached, part.features, part.tokens, part.weights, depth)[0] / (
+                weight * depth
+            )
+
+        found = []
+        for stream, a, b in zip(self._streams, edges, edges[1:], strict=False):
+            if b > a:
+                with mx.stream(stream):
+                    part = batch.part(slice(a, b))
+                    found.append(nn.value_and_grad(self.head, loss_of)(part))
+        mx.eval(found)  # one call for all: only then do the streams run side by side
+        loss, gradients = found[0]
+        for more, others in found[1:]:
+            loss, gradients = loss + more, tree_map(mx.add, gradients, others)
+        return loss, gradients
+
+    def _check(self) -> None:
+        depth = self.plan.depth
+        batch = self.data.check(min(self.plan.window + depth, self.data.length))
+        total, accepted, mass = losses(
+            self.attached, batch.features, batch.tokens, batch.weights, depth
+        )
+        mx.eval(total, accepted, mass)
+        loss, count = self._sums
+        self.log.append(
+            {
+                "step": self.step,
+                "depth": self.plan.depth_at(self.step - 1),
+                "training_loss": loss / count,
+                "held_out_loss": float(total / mass.sum()),
+                "held_out_acceptance": [float(x) for x in accepted / mass],
+                "seconds": self._seconds,
+            }
+        )
+        self._sums = np.zeros(2)
+
+    # --- checkpoints ---
+
+    def save(self, path: Path) -> None:
+        """Write a checkpoint, whole or not at all."""
+        arrays = {
+            **{f"head.{k}": v for k, v in tree_flatten(self.head.trainable_parameters())},
+            **{f"optimiser.{k}": v for k, v in tree_flatten(self._optimiser.state)},
+        }
+        state = {
+            "plan": asdict(self.plan),
+            "data": self.data.sha256(),
+            "step": self.step,
+            "log": self.log,
+            "sums": self._sums.tolist(),
+            "seconds": self._seconds,
+        }
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = path.with_name(f"partial-{path.name}")  # MLX wants the suffix
+        mx.save_safetensors(str(temporary), arrays, {"state": json.dumps(state)})
+        os.replace(temporary, path)
+
+    def restore(self, path: Path) -> None:
+        """Go on from a checkpoint of the same plan and data; ``RequestError`` if it is another's."""
+        try:
+            arrays, metadata = mx.load(str(path), return_metadata=True)
+            state = json.loads(metadata["state"])
+        except (RuntimeError, KeyError, ValueError) as e:
+            raise ModelFileError(f"{path}: not a checkpoint of a training ({e})") from e
+        plan = json.loads(json.dumps(asdict(self.plan)))
+        changed = sorted(key for key in plan if plan[key] != state["plan"].get(key))
+        if state["data"] != self.data.sha256():
+            changed.append("data")
+        if changed:
+            raise RequestError(
+                f"{path} belongs to a training with other {', '.join(changed)}: give another"
+                " directory, or remove it"
+            )
+        groups: dict[str, list[tuple[str, mx.array]]] = {"head": [], "optimiser": []}
+        for name, array in arrays.items():
+            group, _, rest = name.partition(".")
+            groups[group].append((rest, array))
+        self.head.update(tree_unflatten(groups["head"]))
+        self._optimiser.state = tree_unflatten(groups["optimiser"])
+        self.step, self.log = state["step"], state["log"]
+        self._sums, self._seconds = np.array(state["sums"]), state["seconds"]
+        mx.eval(self.head.parameters(), self._optimiser.state)
