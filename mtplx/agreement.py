@@ -37,6 +37,11 @@ class Difference:
     tokens: tuple[int | None, int | None]
     margin: float | None
 
+    @property
+    def near_tie(self) -> bool:
+        """Whether another order of summation may be all there is to it."""
+        return self.margin is not None and self.margin < NEAR_TIE
+
     def __str__(self) -> str:
         """One line for people."""
         place = (
@@ -44,7 +49,7 @@ class Difference:
         )
         if self.margin is None:
             return f"{place}, one of them outside the support"
-        kind = "a near-tie" if self.margin < NEAR_TIE else "NOT a near-tie: please report it"
+        kind = "a near-tie" if self.near_tie else "NOT a near-tie: please report it"
         return f"{place}, {kind}, logit margin {self.margin:.2g}"
 
 

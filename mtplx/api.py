@@ -9,13 +9,13 @@ from typing import Any
 
 import numpy as np
 
-from . import engine
-from .drafters import Drafter, MTPDrafter, NgramDrafter, NoDrafter
+from . import costs, engine
+from .depth import COPY_LIMIT, HEAD_LIMIT, Costs
+from .drafters import AutoDrafter, Drafter, MTPDrafter, NgramDrafter, NoDrafter
 from .errors import RequestError
 from .families import family_of
 from .load import Bundle
 from .metrics import Stats
-from .mtp_patch import attach_head
 from .options import Options
 from .rng import Draws
 from .sequence import History
@@ -25,7 +25,6 @@ from .text import Segment, TextOutput
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
 
-DEFAULT_DEPTH = {"mtp": 3, "ngram": 10, "none": 0}
 # JSON readers that know only doubles keep integers below 2^53 exact.
 _SEED_BITS = 53
 
@@ -162,14 +161,17 @@ def _check_bias(bundle: Bundle, options: Options) -> None:
             raise RequestError(f"logit_bias has token id {token}, outside [0, {vocab})")
 
 
-def _drafter(bundle: Bundle, name: str) -> Drafter:
-    if name == "auto":
-        name = "ngram" if bundle.head is None else "mtp"
-    if name == "mtp":
-        if bundle.head is None:
-            raise RequestError("draft 'mtp' needs an MTP head, and this model has none")
-        return MTPDrafter(attach_head(bundle.trunk, bundle.head))
-    return NgramDrafter() if name == "ngram" else NoDrafter()
+def _drafter(bundle: Bundle, draft: str, known: Costs | None) -> Drafter:
+    """known: the costs by which depths are chosen, None if they are not."""
+    head = bundle.attached if draft in ("auto", "mtp") else None
+    if draft == "mtp" and head is None:
+        raise RequestError("draft 'mtp' needs an MTP head, and this model has none")
+    if draft == "none":
+        return NoDrafter()
+    mtp = None if head is None else MTPDrafter(head)
+    if known is None:
+        return mtp or NgramDrafter()
+    return AutoDrafter(mtp, None if draft == "mtp" else NgramDrafter(), known)
 
 
 def start(bundle: Bundle, prompt: Prompt, options: Options) -> Stream:
@@ -177,8 +179,10 @@ def start(bundle: Bundle, prompt: Prompt, options: Options) -> Stream:
     ids = encode_prompt(bundle, prompt, chat=options.chat)
     room = _room(bundle, ids, options.max_tokens)
     _check_bias(bundle, options)
-    drafter = _drafter(bundle, options.draft)
-    depth = DEFAULT_DEPTH[drafter.name] if options.depth is None else options.depth
+    depth: int | str = 0 if options.draft == "none" else options.depth
+    known, told = costs.in_force(bundle) if depth == "auto" else (None, None)
+    drafter = _drafter(bundle, options.draft, known)
+    family = bundle.attached.family if bundle.attached and drafter.needs_hidden else None
     rule = options.verify or ("token" if options.seed is None else "coupled")
     seed = secrets.randbits(_SEED_BITS) if options.seed is None else options.seed
     drafter.observe(ids, None)
@@ -186,15 +190,15 @@ def start(bundle: Bundle, prompt: Prompt, options: Options) -> Stream:
         tokens=ids,
         prompt_length=len(ids),
         max_tokens=room,
-        state=State(family_of(bundle.trunk)),
+        state=State(family or family_of(bundle.trunk)),
         drafter=drafter,
         history=History(options.sampling, tuple(ids)),
         draws=Draws(seed),
         rule=rule,
-        depth=depth,
+        depth=max(HEAD_LIMIT, COPY_LIMIT) if isinstance(depth, str) else depth,
         eos_ids=bundle.tokenizer.eos_ids,
         output=TextOutput(bundle.tokenizer.detokenizer(), tuple(options.stop)),
-        stats=Stats(drafter.name, rule, depth, max_tokens=room, prompt_tokens=len(ids)),
+        stats=Stats(drafter.name, rule, depth, max_tokens=room, prompt_tokens=len(ids), costs=told),
     )
     return Stream(sequence, vocab_size(bundle))
 

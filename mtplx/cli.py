@@ -6,16 +6,18 @@ Exit codes: 0 done, 1 it failed, 2 the command is wrong, 130 interrupted.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
 
 from . import __version__, console
 from .blas import Choice, activate, describe
-from .errors import MtplxError, RequestError
+from .console import reported as _reported
+from .errors import RequestError
 from .fetch import DEFAULT_MODEL, known
+from .forge_cli import app as forge
 from .options import DraftSource, Options, RuleName, WeightsForm
 from .sampler_config import SamplerConfig
 
@@ -27,9 +29,10 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+app.add_typer(forge)
 
 
-BenchName = Literal["copy", "law", "blas"]
+BenchName = Literal["mtp", "exactness", "copy", "law", "blas"]
 Model = Annotated[
     str,
     typer.Option("--model", "-m", help="The default's name, an mlx-lm directory or a .gguf file."),
@@ -38,6 +41,16 @@ Blas = Annotated[Choice, typer.Option(help="BLAS for a Linux CPU; auto is the fa
 Weights = Annotated[
     WeightsForm,
     typer.Option(help="packed: as stored; float32: dequantised; auto: float32 on a CPU."),
+]
+Head = Annotated[
+    str,
+    typer.Option(
+        metavar="auto|none|PATH",
+        help="A head's directory; auto: the one beside the model or shipped for it.",
+    ),
+]
+AnyTrunk = Annotated[
+    bool, typer.Option("--any-trunk", help="Use a head of another trunk: slow at worst.")
 ]
 Prompt = Annotated[
     str | None, typer.Argument(help="The prompt; - or nothing reads standard input.")
@@ -59,9 +72,13 @@ Stop = Annotated[
     typer.Option(metavar="TEXT", help="Ends the output and is not shown. Repeat."),
 ]
 Draft = Annotated[
-    DraftSource, typer.Option(help="auto: the model's MTP head if it has one, else n-grams.")
+    DraftSource,
+    typer.Option(help="auto: the MTP head if there is one, n-grams where they promise more."),
 ]
-Depth = Annotated[int | None, typer.Option(help="Most tokens drafted a round (mtp 3, ngram 10).")]
+Depth = Annotated[
+    str,
+    typer.Option(metavar="K|auto", help="Most tokens drafted a round; auto: as many as pay."),
+]
 Verify = Annotated[
     RuleName | None,
     typer.Option(
@@ -75,26 +92,6 @@ ShowDrafts = Annotated[
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]
 
 
-@contextmanager
-def _reported() -> Iterator[None]:
-    """Turn what goes wrong into one line on stderr and an exit code."""
-    try:
-        yield
-    except KeyboardInterrupt:
-        console.error("interrupted")
-        raise typer.Exit(130) from None
-    except BrokenPipeError:
-        # The reader of our output has gone: nothing is left to say to it.
-        sys.stderr.close()
-        raise typer.Exit(1) from None
-    except RequestError as e:
-        console.error(str(e))
-        raise typer.Exit(2) from None
-    except (MtplxError, OSError) as e:
-        console.error(str(e))
-        raise typer.Exit(1) from None
-
-
 def _prepare(blas: Choice) -> None:
     """Choose the BLAS, which must come before MLX is imported, and say so if it is a slow one."""
     status = activate(blas)
@@ -102,14 +99,14 @@ def _prepare(blas: Choice) -> None:
         console.note(f"BLAS: {status.reason}")
 
 
-def _open(model: str, weights: str) -> Any:
+def _open(model: str, weights: str, *, head: str = "auto", any_trunk: bool = False) -> Any:
     """A bundle, downloaded first if need be."""
     if known(model):
         console.pull(model)
     with console.working(f"loading {model}"):
         from .load import load
 
-        return load(model, weights=weights)
+        return load(model, weights=weights, head=head, any_trunk=any_trunk)
 
 
 def _bias(pairs: list[str]) -> dict[int, float] | None:
@@ -123,6 +120,14 @@ def _bias(pairs: list[str]) -> dict[int, float] | None:
         if not found:
             raise RequestError(f"--logit-bias takes ID=AMOUNT, such as 42=-5, not {pair!r}")
     return out or None
+
+
+def _depth(text: str) -> Any:
+    """A number where it is one; ``Options`` judges the rest."""
+    try:
+        return int(text)
+    except ValueError:
+        return text
 
 
 def _sampling(**fields: Any) -> SamplerConfig:
@@ -143,11 +148,11 @@ def _read_prompt(prompt: str | None) -> str:
         raise RequestError(f"standard input is not UTF-8: {e}") from None
 
 
-def _start(prompt: str, options: Options, model: str, weights: str, blas: Choice) -> Any:
+def _start(prompt: str, options: Options, blas: Choice, model: str, **how: Any) -> Any:
     _prepare(blas)
     from .api import start
 
-    return start(_open(model, weights), prompt, options)
+    return start(_open(model, **how), prompt, options)
 
 
 def _result(result: Any) -> dict[str, Any]:
@@ -171,11 +176,13 @@ def generate(
     max_tokens: MaxTokens = 256,
     stop: Stop = None,
     draft: Draft = "auto",
-    depth: Depth = None,
+    depth: Depth = "auto",
     verify: Verify = None,
     raw: Raw = False,
     as_json: Json = False,
     show_drafts: ShowDrafts = False,
+    head: Head = "auto",
+    any_trunk: AnyTrunk = False,
     weights: Weights = "auto",
     blas: Blas = "auto",
 ) -> None:
@@ -197,11 +204,12 @@ def generate(
             seed=seed,
             stop=tuple(stop or ()),
             draft=draft,
-            depth=depth,
+            depth=_depth(depth),
             verify=verify,
             chat=not raw,
         )
-        stream = _start(_read_prompt(prompt), options, model, weights, blas)
+        how = {"weights": weights, "head": head, "any_trunk": any_trunk}
+        stream = _start(_read_prompt(prompt), options, blas, model, **how)
         if as_json:
             console.print_json(_result(stream.result()))
         else:
@@ -229,7 +237,7 @@ def inspect(
         _prepare("auto")
         from .inspection import inspect as inspect_model
 
-        info = {**inspect_model(model).to_dict(), "drafts": "ngram", "blas": describe()}
+        info = {**inspect_model(model).to_dict(), "blas": describe()}
         console.print_json(info) if as_json else console.print_fields(info)
 
 
@@ -238,23 +246,70 @@ def bench(
     name: Annotated[
         BenchName,
         typer.Argument(
-            help="copy: n-gram drafts and plain decoding against AR and mlx-lm; law: logits to p"
-            " against mlx-lm's sampler; blas: float32 products against stock MLX."
+            help="mtp: the MTP head, on held-out prompts; exactness: acceptance and speed over"
+            " temperature and top-p; copy: n-gram drafts and plain decoding against AR and mlx-lm;"
+            " law: logits to p against mlx-lm's sampler; blas: float32 products against stock MLX."
         ),
     ],
     model: Annotated[
-        str | None, typer.Option("--model", "-m", help="For copy: another model.")
+        str | None, typer.Option("--model", "-m", help="For the first three: another model.")
     ] = None,
+    full: Annotated[bool, typer.Option("--full", help="For mtp: all held-out prompts.")] = False,
+    plot: Annotated[Path | None, typer.Option(help="For exactness: a PNG to write.")] = None,
     as_json: Json = False,
+    markdown: Annotated[bool, typer.Option("--markdown", help="Print a Markdown table.")] = False,
+    head: Head = "auto",
+    any_trunk: AnyTrunk = False,
     blas: Blas = "auto",
 ) -> None:
     """Measure ratios side by side on this machine. Run it with nothing else running."""
     with _reported():
+        if as_json and markdown:
+            raise RequestError("--json or --markdown, not both")
         _prepare(blas)
         from .bench import run
 
-        report = run(name, model=model, blas=blas, open_model=_open)
-        console.print_json(report.to_dict()) if as_json else console.print_report(report)
+        given: dict[str, Any] = {"head": head, "any_trunk": any_trunk}
+        opened = partial(_open, **given)
+        report = run(name, model=model, blas=blas, full=full, plot=plot, open_model=opened, **given)
+        if as_json:
+            console.print_json(report.to_dict())
+        else:
+            print(report.markdown()) if markdown else console.print_report(report)
+
+
+@app.command()
+def tune(
+    model: Model = DEFAULT_MODEL,
+    as_json: Json = False,
+    head: Head = "auto",
+    any_trunk: AnyTrunk = False,
+    weights: Weights = "auto",
+    blas: Blas = "auto",
+) -> None:
+    """Measure what drafts cost on this machine, once: --depth auto chooses by it from then on."""
+    with _reported():
+        _prepare(blas)
+        bundle = _open(model, weights, head=head, any_trunk=any_trunk)
+        from . import costs
+        from .progress import steps
+
+        with steps(costs.PASSES) as step:
+            found = costs.measure(bundle, lambda: step("measuring"))
+        path = costs.store(bundle, found)
+        if as_json:
+            relative = found.relative()
+            console.print_json(
+                {
+                    "forward_seconds": found.forward,
+                    "forward": relative.forward,
+                    "draft_seconds": found.draft,
+                    "draft": relative.draft,
+                    "stored": str(path),
+                }
+            )
+        else:
+            console.print_costs(found, costs.ROWS, path)
 
 
 @app.command()
@@ -263,6 +318,8 @@ def demo(
     model: Model = DEFAULT_MODEL,
     max_tokens: Annotated[int, typer.Option("--max-tokens", "-n")] = 160,
     seed: Annotated[int, typer.Option(help="The same for both runs.")] = 1,
+    head: Head = "auto",
+    any_trunk: AnyTrunk = False,
     blas: Blas = "auto",
 ) -> None:
     """Decode one prompt with and without drafts under one seed, and compare."""
@@ -271,7 +328,7 @@ def demo(
         from .demo import DEMO_PROMPT, run
 
         run(
-            _open(model, "auto"),
+            _open(model, "auto", head=head, any_trunk=any_trunk),
             DEMO_PROMPT if prompt is None else prompt,
             max_tokens=max_tokens,
             seed=seed,

@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import typer
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
 
+from .errors import MtplxError, RequestError
+
 if TYPE_CHECKING:
     from .api import Generation, Stream
     from .bench.report import Report
+    from .depth import Costs
 
 _DRAFT_STYLE = "green underline"
 
@@ -34,6 +38,26 @@ def error(message: str) -> None:
 def note(message: str) -> None:
     """One line that is worth knowing."""
     _err().print(Text(f"mtplx: {message}", style="dim"), soft_wrap=True)
+
+
+@contextmanager
+def reported() -> Iterator[None]:
+    """Turn what goes wrong into one line on stderr and an exit code."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        error("interrupted")
+        raise typer.Exit(130) from None
+    except BrokenPipeError:
+        # The reader of our output has gone: nothing is left to say to it.
+        sys.stderr.close()
+        raise typer.Exit(1) from None
+    except RequestError as e:
+        error(str(e))
+        raise typer.Exit(2) from None
+    except (MtplxError, OSError) as e:
+        error(str(e))
+        raise typer.Exit(1) from None
 
 
 @contextmanager
@@ -100,16 +124,36 @@ def describe_acceptance(positions: list[float]) -> str:
     return " ".join(f"{100 * share:.0f}%" for share in positions) or "no drafts"
 
 
+def describe_sources(sources: Mapping[str, Mapping[str, int]]) -> str:
+    """Rounds by the drafter that drafted in them."""
+    return ", ".join(f"{name} {counts['rounds']}" for name, counts in sources.items()) + " rounds"
+
+
 def summarise(result: Generation) -> None:
     """One dim line of figures after the text."""
     stats = result.stats
     count = "1 token" if stats.tokens == 1 else f"{stats.tokens} tokens"
+    costs = stats.costs or {}
+    chosen = f"{stats.depth}, {costs['from']} costs" if costs else stats.depth
     note(
-        f"{count}, {stats.tokens_per_second:.1f} tokens/s; drafts: {stats.drafter},"
-        f" {stats.acceptance_length:.2f} tokens a round"
-        f" ({describe_acceptance(stats.acceptance_by_position)}); rule {stats.rule},"
-        f" seed {result.seed}; {result.finish_reason}"
+        f"{count}, {stats.tokens_per_second:.1f} tokens/s;"
+        f" drafts: {describe_sources(stats.sources)}, {stats.acceptance_length:.2f} tokens a round"
+        f" ({describe_acceptance(stats.acceptance_by_position)}); depth {chosen};"
+        f" rule {stats.rule}, seed {result.seed}; {result.finish_reason}"
     )
+    if "note" in costs:
+        note(costs["note"])
+
+
+def print_costs(costs: Costs, rows: Sequence[int], path: Path) -> None:
+    """What a forward of so many rows and their laws costs, and a step of the head."""
+    relative = costs.relative()
+    pairs = [(f"forward, rows: {n}", costs.forward[n - 1], relative.forward[n - 1]) for n in rows]
+    if costs.draft:
+        pairs.append(("a draft of the head", costs.draft, relative.draft))
+    table = [[name, f"{1e3 * seconds:.2f}", f"{ratio:.2f}"] for name, seconds, ratio in pairs]
+    print_table("mtplx tune", ["what", "ms", "against 1 row"], table)
+    print(f"stored in {path}; --depth auto chooses by it")
 
 
 def print_table(title: str, columns: list[str], rows: list[list[str]]) -> None:
@@ -124,12 +168,10 @@ def print_table(title: str, columns: list[str], rows: list[list[str]]) -> None:
 
 def print_report(report: Report) -> None:
     """A benchmark's figures, and what they were measured with."""
-    rows = [[name, _number(value)] for name, value in report.figures.items()]
+    from .bench.report import number
+
+    rows = [[name, number(value)] for name, value in report.figures.items()]
     print_table(f"mtplx bench {report.name}", ["figure", "value"], rows)
     for line in report.notes:
         print(line)
     print_fields({**report.machine, **report.versions, "command": report.command})
-
-
-def _number(value: float | None) -> str:
-    return "-" if value is None else f"{value:.4g}"

@@ -50,6 +50,7 @@ def run(bundle: Bundle, prompt: str, *, max_tokens: int, seed: int) -> None:
         ["tokens/s without drafts (AR)", f"{ar.tokens_per_second:.1f}"],
         ["speed-up", f"{ratio:.2f}x"],
         ["acceptance length", f"{stats.acceptance_length:.2f} tokens a round"],
+        ["drafts", console.describe_sources(stats.sources)],
         ["acceptance by position", console.describe_acceptance(stats.acceptance_by_position)],
         ["same output without drafts", "yes, token for token" if found is None else "no"],
     ]

@@ -32,7 +32,7 @@ class DraftVocabulary:
 
     def counts(self, counts: Mapping[int, float]) -> Counter[int]:
         """Counts by id -> counts by index; ids that are not here are left out."""
-        return Counter({self._index[t]: c for t, c in counts.items() if t in self._index})  # type: ignore[misc]
+        return Counter({self._index[t]: c for t, c in counts.items() if t in self._index})
 
     def bias(self, bias: Mapping[int, float] | None) -> dict[int, float] | None:
         """A bias by id -> by index."""

@@ -89,7 +89,8 @@ class Engine:
             sequence.drafter.observe(emitted[:taken], known)
             shown = sequence.output.kept_tokens() - (start - sequence.prompt_length)
             accepted = max(0, min(verdict.accepted, taken, shown))
-            stats.count_round(len(draft.tokens), accepted, taken)
+            source = (draft.source or sequence.drafter.name) if draft.tokens else "none"
+            stats.count_round(len(draft.tokens), accepted, taken, source)
         if sequence.finish_reason is not None:
             state.drop_ahead()
         sequence.committing = False
@@ -115,7 +116,7 @@ class Engine:
             if not 0 <= token < self.vocab_size:
                 raise ValueError(f"drafted id {token} is outside of [0, {self.vocab_size})")
             if token in sequence.eos_ids:
-                return Draft(draft.tokens[: i + 1], draft.q_rows[: i + 1])
+                return Draft(draft.tokens[: i + 1], draft.q_rows[: i + 1], draft.source)
         return draft
 
 

@@ -5,6 +5,7 @@
         +-- ModelError             a model cannot be loaded or used
         |   +-- ModelFileError     a file is corrupt, truncated or wrong (names file and tensor)
         +-- FetchError             a model could not be downloaded
+        +-- PublishError           a head could not be uploaded
         +-- BlasError              a BLAS that was asked for cannot be had
         +-- RequestError           a request asks for something impossible (also a ValueError)
         +-- StateError             a rollback would not be exact
@@ -40,6 +41,10 @@ class ModelFileError(ModelError):
 
 class FetchError(MtplxError):
     """A model could not be downloaded, or what came is not what was expected."""
+
+
+class PublishError(MtplxError):
+    """A head could not be uploaded."""
 
 
 class BlasError(MtplxError):

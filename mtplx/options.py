@@ -13,6 +13,7 @@ from .sampler_config import SamplerConfig
 DraftSource = Literal["auto", "mtp", "ngram", "none"]
 RuleName = Literal["token", "coupled"]
 WeightsForm = Literal["auto", "packed", "float32"]
+Depth = int | Literal["auto"]
 MAX_DEPTH = 64
 
 
@@ -22,8 +23,9 @@ class Options:
 
     sampling: the law.  max_tokens: at most so many tokens, >= 1; the end-of-sequence token counts.
     seed: in [0, 2^64); drawn and reported if None.  stop: strings that end the output and are
-    not shown.  draft: where drafts come from, "auto" is the model's own MTP head
-    if it has one, else n-grams.  depth: most tokens drafted a round; None is the drafter's default.
+    not shown.  draft: where drafts come from; "auto" is the model's own MTP head if it has one,
+    or n-grams in the rounds in which they promise more, or n-grams alone.  depth: most tokens
+    drafted a round, from the head if there is one where draft is "auto"; "auto" is as many as pay.
     verify: "token" or "coupled"; None is "coupled" (the same text with and without drafts) where a
     seed is given, else "token".  chat: put a plain string through the model's chat template.
     """
@@ -33,7 +35,7 @@ class Options:
     seed: int | None = None
     stop: Sequence[str] = ()
     draft: DraftSource = "auto"
-    depth: int | None = None
+    depth: Depth = "auto"
     verify: RuleName | None = None
     chat: bool = True
 
@@ -44,7 +46,7 @@ class Options:
         limits = {"max_tokens": (1, None), "seed": (0, 2**64 - 1), "depth": (0, MAX_DEPTH)}
         for name, (low, high) in limits.items():
             value = getattr(self, name)
-            if value is not None or name == "max_tokens":
+            if (name, str(value)) not in (("seed", "None"), ("depth", "auto")):
                 object.__setattr__(self, name, _checked_integer(name, value, low, high))
         object.__setattr__(self, "stop", _checked_stops(self.stop))
         _check_choice("draft", self.draft, get_args(DraftSource))
@@ -56,7 +58,8 @@ class Options:
 
 def _checked_integer(name: str, value: Any, low: int, high: int | None) -> int:
     if isinstance(value, bool) or not isinstance(value, Integral):
-        raise RequestError(f"{name} must be an integer, not {value!r}")
+        kind = "'auto' or an integer" if name == "depth" else "an integer"
+        raise RequestError(f"{name} must be {kind}, not {value!r}")
     number = int(value)
     if number < low or (high is not None and number > high):
         limit = f">= {low}" if high is None else f"in [{low}, {high}]"

@@ -12,7 +12,7 @@ import pytest
 import tiny
 
 import mtplx
-from mtplx.options import DraftSource, RuleName, WeightsForm
+from mtplx.options import RuleName, WeightsForm
 
 MAIN = "import sys; sys.argv[0] = 'mtplx'; from mtplx.cli import main; main()"
 
@@ -50,7 +50,7 @@ def fails(result, code: int, *words: str) -> None:
         assert word in message, message
 
 
-@pytest.mark.parametrize("command", ["generate", "pull", "inspect", "bench", "demo"])
+@pytest.mark.parametrize("command", ["generate", "pull", "inspect", "bench", "tune", "demo"])
 def test_every_command_has_help(command):
     result = run(command, "--help")
     assert result.returncode == 0
@@ -75,9 +75,12 @@ def test_version():
         (["generate", "x", "--max-tokens", "0"], ["max_tokens"]),
         (["generate", "x", "--seed", "-1"], ["seed"]),
         (["generate", "x", "--depth", "-1"], ["depth"]),
+        (["generate", "x", "--depth", "deep"], ["depth", "'auto' or an integer", "deep"]),
         (["generate", "x", "--stop", ""], ["stop"]),
         (["generate", "x", "--logit-bias", "five"], ["--logit-bias", "ID=AMOUNT"]),
         (["bench", "nothing"], ["nothing"]),
+        (["bench", "law", "--json", "--markdown"], ["--json", "--markdown"]),
+        (["bench", "law", "--plot", "x.png"], ["--plot", "bench law"]),
         (["no-such-command"], ["no-such-command"]),
     ],
 )
@@ -167,6 +170,24 @@ def test_inspect_says_what_would_run(model):
     assert found["mtp"] == "none"
 
 
+def test_tune_stores_what_generate_then_uses(model, tmp_path):
+    env = {"MTPLX_CACHE": str(tmp_path)}
+    args = ["generate", "a b a b a", "-m", model, "-n", "8", "--seed", "1", "--json"]
+    assert json.loads(run(*args, env=env).stdout)["stats"]["costs"]["from"] == "default"
+    found = json.loads(run("tune", "-m", model, "--json", env=env).stdout)
+    assert found["stored"] == str(tmp_path / "costs.json")
+    assert found["forward"][0] == 1
+    costs = json.loads(run(*args, env=env).stdout)["stats"]["costs"]
+    assert costs == {"from": "tuned", "forward": found["forward"], "draft": found["draft"]}
+    table = run("tune", "-m", model, env=env).stdout.decode()
+    for word in ("forward, rows: 13", "ms", "against 1 row", "costs.json"):
+        assert word in table
+    (tmp_path / "costs.json").write_text("{")
+    text = run(*args[:-1], env=env)
+    assert text.returncode == 0
+    assert b"mtplx tune" in text.stderr
+
+
 @pytest.mark.model
 def test_demo_prints_text_and_the_table(real_model):
     result = run("demo", "Repeat: red green blue red green blue", "-m", real_model, "-n", "12")
@@ -203,9 +224,7 @@ def test_a_reader_that_goes_away_is_not_a_traceback(model):
 def test_choices_are_the_same_everywhere():
     from typing import get_args
 
-    from mtplx.api import DEFAULT_DEPTH
     from mtplx.verify import RULES
 
     assert set(get_args(RuleName)) == set(RULES)
-    assert set(get_args(DraftSource)) == {"auto", *DEFAULT_DEPTH}
     assert get_args(WeightsForm) == ("auto", "packed", "float32")

@@ -212,6 +212,9 @@ def test_counters_by_hand():
     assert stats.acceptance_length == 2.0
     assert stats.acceptance_by_position == [0.75, 1.0, 0.0]
     assert (stats.drafter, stats.rule, stats.depth) == ("blocks", "coupled", 3)
+    assert stats.sources == {
+        "blocks": {"rounds": 4, "emitted": 9}, "none": {"rounds": 1, "emitted": 1}
+    }  # fmt: skip
     assert stats.to_dict()["acceptance_length"] == 2.0
 
 

@@ -111,6 +111,15 @@ def random_logits(generator, rows: int, vocab: int, dtype: str) -> mx.array:
 # --- same uniforms, same token ----------------------------------------------------------------
 
 
+@pytest.fixture(
+    scope="module", params=[True, False], ids=["host sums", "device sums"], autouse=True
+)
+def where_the_mass_is_summed(request):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fast, "_on_cpu", lambda: request.param)
+        yield
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_same_token_vocabulary_32(dtype):
     generator = np.random.default_rng(list(DTYPES).index(dtype))

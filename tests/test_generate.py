@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+import heads
 import numpy as np
 import pytest
 from doubles import GREEDY, ExactFamily, KnowingDrafter, new_sequence, randomise, scripted_logits
@@ -58,6 +59,7 @@ def bundle(tmp_path_factory):
         ("depth", -1),
         ("depth", 65),
         ("depth", "3"),
+        ("depth", None),
         ("depth", True),
         ("verify", "block?"),
         ("verify", 1),
@@ -142,9 +144,13 @@ def test_mtp_needs_a_head(bundle):
     with pytest.raises(RequestError, match="head"):
         mtplx.stream(bare, [5], draft="mtp")
     assert mtplx.generate(bare, [5], max_tokens=2).stats.drafter == "ngram"
-    assert mtplx.generate(bundle, [5], max_tokens=2).stats.drafter == "mtp"
+    assert mtplx.generate(bare, [5], max_tokens=2, depth=3).stats.drafter == "ngram"
+    assert mtplx.generate(bundle, [5], max_tokens=2).stats.drafter == "auto"
+    fixed = mtplx.generate(bundle, [5, 6], max_tokens=3, depth=1).stats
+    assert (fixed.drafter, fixed.depth, list(fixed.sources)) == ("mtp", 1, ["mtp", "none"])
     none = mtplx.generate(bundle, [5], max_tokens=2, draft="none").stats
     assert (none.drafter, none.depth) == ("none", 0)
+    assert none.sources == {"none": {"rounds": 2, "emitted": 2}}
 
 
 def test_a_configuration_nested_under_text_config_is_understood(bundle):
@@ -177,9 +183,21 @@ def test_a_seed_gives_one_text_whatever_drafts(bundle):
         mtplx.generate(
             bundle, [5, 6], sampling=HOT, max_tokens=20, draft=draft, depth=depth, seed=4
         ).text
-        for draft, depth in (("none", 0), ("mtp", 1), ("mtp", 4), ("ngram", 5), ("auto", None))
+        for draft, depth in (("none", 0), ("mtp", 1), ("mtp", 4), ("ngram", 5), ("auto", 2))
+    }
+    texts |= {
+        mtplx.generate(bundle, [5, 6], sampling=HOT, max_tokens=20, draft=draft, seed=4).text
+        for draft in ("auto", "mtp", "ngram")
     }
     assert len(texts) == 1
+
+
+def test_a_head_gets_the_layers_it_reads(bundle):
+    reading = dataclasses.replace(bundle, head=heads.random_head(bundle, levels=(1,)))
+    options = {"sampling": HOT, "max_tokens": 12, "seed": 2}
+    text = mtplx.generate(bundle, [5, 6], draft="none", **options).text
+    for draft, depth in (("mtp", 3), ("auto", "auto"), ("ngram", 3)):
+        assert mtplx.generate(reading, [5, 6], draft=draft, depth=depth, **options).text == text
 
 
 # --- streams ----------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ import pytest
 import tiny
 from mlx.utils import tree_flatten
 
-from mtplx import checkpoint, fetch
+from mtplx import fetch
 from mtplx.errors import ModelError, ModelFileError
 from mtplx.inspection import inspect
 from mtplx.load import load
@@ -145,11 +145,10 @@ def test_auto_is_float32_on_a_cpu(tmp_path: Path) -> None:
     assert load(path, weights="packed").provenance.runs == "Q4_1 packed, as stored"
 
 
-def test_bundle_and_provenance(tmp_path: Path) -> None:
+def test_bundle_and_provenance(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MTPLX_CACHE", str(tmp_path / "cache"))
     path = tiny.write_gguf(tmp_path / "x.gguf")
-    head = object()
-    bundle = load(str(path), head=head)
-    assert bundle.head is head
+    bundle = load(str(path))
     provenance = bundle.provenance
     assert (provenance.source, provenance.path) == (str(path), path)
     assert (provenance.architecture, provenance.runs) == ("llama", "float32, as stored")
@@ -246,19 +245,12 @@ def test_inspect(tmp_path: Path) -> None:
     assert directory.runs == "float32, as stored"
 
 
-def test_a_sidecar_is_not_part_of_the_trunk(tmp_path: Path) -> None:
-    path = tiny.write_directory(tmp_path / "d")
-    mx.save_safetensors(str(path / checkpoint.SIDECAR), {"mtp.fc.weight": mx.zeros((2,))})
-    load(path)
-    assert inspect(path).mtp == "sidecar mtp.safetensors"
-
-
 def test_inspect_sees_mtp_tensors(tmp_path: Path) -> None:
     for name in ("mtp.fc.weight", "model.mtp_layers.0.x", "model.layers.2.eh_proj.weight"):
         weights: dict[str, Any] = tiny.tiny_weights(tiny.tiny_config())
         weights[name] = np.zeros(4, np.float32)
         path = tiny.write_directory(tmp_path / name, weights=weights)
-        assert inspect(path).mtp == "tensors in the model"
+        assert inspect(path).mtp == "tensors in the model, not used"
 
 
 def test_inspect_downloads_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,6 +9,7 @@ and an output above ``MAX_REPEATED`` is left out of the speed and named.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from statistics import median
 from time import perf_counter
@@ -23,9 +24,11 @@ from ..agreement import difference
 from ..api import Generation, encode_prompt, stream
 from ..errors import MtplxError
 from ..load import Bundle
+from ..options import DraftSource
+from ..progress import steps
 from ..sampler_config import SamplerConfig
 from .prompts import COPY_PROMPTS
-from .report import Report, progress
+from .report import Report
 
 MAX_TOKENS = 96
 MAX_REPEATED = 0.2
@@ -40,7 +43,7 @@ _PLAIN = {
 
 
 @dataclass
-class _Tally:
+class Tally:
     """Sums over the prompts of one temperature that count."""
 
     tokens: int = 0
@@ -68,31 +71,27 @@ def run(bundle: Bundle) -> Report:
     """Both temperatures, then plain decoding against mlx-lm."""
     figures: dict[str, float | None] = {}
     notes: list[str] = []
-    with progress() as bar:
-        task = bar.add_task("prompts", total=2 * len(COPY_PROMPTS) + len(_PLAIN))
+    with steps(2 * len(COPY_PROMPTS) + len(_PLAIN)) as step:
         _decode(bundle, COPY_PROMPTS[0], 0.0, "ngram", 16)
         for label, temperature in (("t0", 0.0), ("t06", 0.6)):
-            tally = _Tally()
-            for number, prompt in enumerate(COPY_PROMPTS, 1):
-                _measure(bundle, prompt, temperature, number, tally, notes)
-                bar.advance(task)
+            tally = compare(bundle, temperature, "ngram", notes, lambda: step("prompts"))
             figures[f"speed_vs_ar_copy_{label}"] = tally.ratio()
             figures[f"accept_len_copy_{label}"] = tally.tokens / max(tally.rounds, 1)
             figures[f"repeated_4grams_{label}"] = float(np.mean(tally.repeated))
             figures[f"prompts_counted_{label}"] = len(tally.repeated) - _left_out(tally)
             figures[f"identical_outputs_{label}"] = tally.identical / len(COPY_PROMPTS)
         for label, sampling in _PLAIN.items():
+            step("plain decoding")
             figures[f"ar_vs_mlx_lm_{label}"] = _plain_against_mlx_lm(bundle, sampling)
-            bar.advance(task)
     return Report("copy", figures, notes=notes)
 
 
-def _left_out(tally: _Tally) -> int:
+def _left_out(tally: Tally) -> int:
     return sum(share > MAX_REPEATED for share in tally.repeated)
 
 
 def _decode(
-    bundle: Bundle, prompt: str, temperature: float, draft: str, max_tokens: int = MAX_TOKENS
+    bundle: Bundle, prompt: str, temperature: float, draft: DraftSource, max_tokens: int
 ) -> Generation:
     options: dict[str, Any] = {"max_tokens": max_tokens, "seed": _SEED, "draft": draft}
     return stream(
@@ -100,34 +99,44 @@ def _decode(
     ).result()
 
 
-def _measure(
-    bundle: Bundle, prompt: str, temperature: float, number: int, tally: _Tally, notes: list[str]
-) -> None:
-    """One prompt with and without drafts, the order alternating from prompt to prompt."""
-    order = ("ngram", "none") if number % 2 else ("none", "ngram")
-    done = {draft: _decode(bundle, prompt, temperature, draft) for draft in order}
-    drafted, plain = done["ngram"], done["none"]
-    found = difference(
-        bundle,
-        encode_prompt(bundle, prompt),
-        drafted.token_ids,
-        plain.token_ids,
-        sampling=SamplerConfig(temperature=temperature),
-        seed=_SEED,
-    )
-    tally.identical += found is None
-    if found is not None:
-        notes.append(f"prompt {number}, T = {temperature}: {found}")
-    share = repeated_share(plain.token_ids)
-    tally.repeated.append(share)
-    if share > MAX_REPEATED:
-        notes.append(f"prompt {number}, T = {temperature}: left out, {share:.0%} repeated 4-grams")
-        return
-    tally.tokens += drafted.stats.tokens
-    tally.rounds += drafted.stats.rounds
-    tally.seconds += drafted.stats.decode_seconds
-    tally.plain_tokens += plain.stats.tokens
-    tally.plain_seconds += plain.stats.decode_seconds
+def compare(
+    bundle: Bundle,
+    temperature: float,
+    draft: DraftSource,
+    notes: list[str],
+    before: Callable[[], None],
+) -> Tally:
+    """Every prompt with and without drafts, the order alternating from prompt to prompt."""
+    tally, sampling = Tally(), SamplerConfig(temperature=temperature)
+    order: list[DraftSource] = [draft, "none"]
+    for number, prompt in enumerate(COPY_PROMPTS, 1):
+        before()
+        done = {name: _decode(bundle, prompt, temperature, name, MAX_TOKENS) for name in order}
+        order.reverse()
+        drafted, plain = done[draft], done["none"]
+        found = difference(
+            bundle,
+            encode_prompt(bundle, prompt),
+            drafted.token_ids,
+            plain.token_ids,
+            sampling=sampling,
+            seed=_SEED,
+        )
+        tally.identical += found is None
+        where = f"copy prompt {number}, T = {temperature}"
+        if found is not None:
+            notes.append(f"{where}: {found}")
+        share = repeated_share(plain.token_ids)
+        tally.repeated.append(share)
+        if share > MAX_REPEATED:
+            notes.append(f"{where}: left out, {share:.0%} repeated 4-grams")
+            continue
+        tally.tokens += drafted.stats.tokens
+        tally.rounds += drafted.stats.rounds
+        tally.seconds += drafted.stats.decode_seconds
+        tally.plain_tokens += plain.stats.tokens
+        tally.plain_seconds += plain.stats.decode_seconds
+    return tally
 
 
 def _plain_against_mlx_lm(bundle: Bundle, sampling: SamplerConfig) -> float:

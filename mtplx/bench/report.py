@@ -2,22 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import platform
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 from statistics import median
 from time import perf_counter
 from typing import Any
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-from ..blas import describe, thread_count
-
-_PACKAGES = ("mtplx", "mtplx-kernels", "mlx", "mlx-lm", "numpy", "scipy-openblas32")
+from ..environment import machine, versions
 
 
 @dataclass
@@ -32,50 +23,33 @@ class Report:
     figures: dict[str, float | None]
     command: str = ""
     notes: list[str] = field(default_factory=list)
-    versions: dict[str, str] = field(default_factory=lambda: _versions())
-    machine: dict[str, str] = field(default_factory=lambda: _machine())
+    versions: dict[str, str] = field(default_factory=versions)
+    machine: dict[str, str] = field(default_factory=machine)
 
     def to_dict(self) -> dict[str, Any]:
         """Ready for JSON."""
         return vars(self)
 
+    def markdown(self) -> str:
+        """For a document: the table, and what it was measured on."""
+        what = {**self.machine, **self.versions}
+        return f"{self.table()}\n\n{', '.join(f'{k} {v}' for k, v in what.items())}"
 
-def _versions() -> dict[str, str]:
-    found = {"python": platform.python_version()}
-    for package in _PACKAGES:
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            found[package] = "not installed"
-    return found
-
-
-def _machine() -> dict[str, str]:
-    return {
-        "processor": _processor(),
-        "system": f"{platform.system()} {platform.machine()}",
-        "cores": str(os.cpu_count()),
-        "threads": str(thread_count()),
-        "blas": describe(),
-    }
+    def table(self) -> str:
+        """The figures in Markdown."""
+        rows = [[name, number(value)] for name, value in self.figures.items()]
+        return markdown_table(["figure", "value"], rows)
 
 
-def _processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        lines = []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or "unknown"
+def number(value: float | None) -> str:
+    """For people: four digits, or a dash."""
+    return "-" if value is None else f"{value:.4g}"
 
 
-def progress() -> Progress:
-    """A bar with the time that is left, on stderr, and only on a terminal."""
-    console = Console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-    return Progress(
-        *columns, TimeRemainingColumn(), console=console, disable=not console.is_terminal
-    )
+def markdown_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A Markdown table; every column but the first is aligned to the right."""
+    rule = ["---", *["---:"] * (len(columns) - 1)]
+    return "\n".join(f"| {' | '.join(row)} |" for row in (columns, rule, *rows))
 
 
 def alternate(calls: Sequence[Callable[[], Any]], repeats: int) -> list[float]:

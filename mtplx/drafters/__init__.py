@@ -1,7 +1,16 @@
 """Drafters: where draft tokens come from. All follow one protocol, ``base.Drafter``."""
 
+from .auto import AutoDrafter
 from .base import Draft, Drafter, NoDrafter, Proposal
 from .mtp import MTPDrafter
 from .ngram import NgramDrafter
 
-__all__ = ["Draft", "Drafter", "MTPDrafter", "NgramDrafter", "NoDrafter", "Proposal"]
+__all__ = [
+    "AutoDrafter",
+    "Draft",
+    "Drafter",
+    "MTPDrafter",
+    "NgramDrafter",
+    "NoDrafter",
+    "Proposal",
+]

@@ -14,10 +14,18 @@ from ..draft_vocabulary import DraftVocabulary
 
 @dataclass(frozen=True)
 class Draft:
-    """A draft block: K ids, and for each the law it was drawn from (one-hot if it was copied)."""
+    """A draft block: K ids, and for each the law it was drawn from (one-hot if it was copied).
+
+    source: the name of the drafter that made it, if another one was asked.
+    """
 
     tokens: list[int]
     q_rows: list[SparseDistribution]
+    source: str = ""
+
+
+def _always(confidences: Sequence[float]) -> bool:
+    return True
 
 
 @dataclass(frozen=True)
@@ -28,11 +36,14 @@ class Proposal:
     processed as the target's p would be.
     draw: (offset in the block, q) -> token id, by the request's randomness.
     vocab_size: of the trunk.
+    more: q(x) of each token placed in this block so far -> whether a drafter that draws is to draw
+    another one. It is asked before every draw, and before what a draw costs is spent.
     """
 
     law: Callable[[mx.array, Sequence[int], DraftVocabulary | None], SparseDistribution]
     draw: Callable[[int, SparseDistribution], int]
     vocab_size: int
+    more: Callable[[Sequence[float]], bool] = _always
 
 
 class Drafter(Protocol):

@@ -47,8 +47,8 @@ class MTPDrafter:
             self._pending.append(hidden)
 
     def propose(self, depth: int, proposal: Proposal) -> Draft:
-        """Draft ``depth`` tokens, each from the head's processed law."""
-        if depth < 1:
+        """Draft up to ``depth`` tokens, each from the head's processed law."""
+        if depth < 1 or not proposal.more([]):
             return Draft([], [])
         known = self.rows + sum(part.shape[0] for part in self._pending)
         if known != len(self.tokens) - 1:
@@ -60,14 +60,16 @@ class MTPDrafter:
         committed = self.rows
         tokens: list[int] = []
         q_rows: list[SparseDistribution] = []
+        confidences: list[float] = []
         try:
             while True:
                 logits = self.attached.logits(hidden)[-1]
                 q = proposal.law(logits, tokens, self.attached.vocabulary)
                 tokens.append(proposal.draw(len(tokens), q))
                 q_rows.append(q)
-                if len(tokens) == depth:
-                    return Draft(tokens, q_rows)
+                confidences.append(q.probability(tokens[-1]))
+                if len(tokens) == depth or not proposal.more(confidences):
+                    return Draft(tokens, q_rows, self.name)
                 hidden = self.attached.forward(hidden, mx.array(tokens[-1:]), self.cache)
         finally:
             self.cache.trim(self.rows - committed)

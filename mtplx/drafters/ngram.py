@@ -7,11 +7,20 @@ prompt or itself. A copied token is certain, so its q is one-hot.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import mlx.core as mx
 
 from ..distribution import SparseDistribution
 from .base import Draft, Proposal
+
+
+@dataclass(frozen=True)
+class Match:
+    """So many of the latest tokens occurred before; these followed there."""
+
+    length: int
+    tokens: list[int]
 
 
 class NgramDrafter:
@@ -42,17 +51,26 @@ class NgramDrafter:
             self.tokens.append(int(token))
 
     def propose(self, depth: int, proposal: Proposal) -> Draft:
-        """Copy on from the best match; a copy may run into its own drafts and repeat."""
+        """Copy on from the best match."""
+        match = self.match(depth)
+        if match is None:
+            return Draft([], [])
+        rows = [SparseDistribution.one_hot(t, proposal.vocab_size) for t in match.tokens]
+        return Draft(match.tokens, rows, self.name)
+
+    def match(self, most: int) -> Match | None:
+        """The best match, with at most so many tokens to copy from it."""
         for n in range(min(self.longest, len(self.tokens)), self.shortest - 1, -1):
             at = self._next.get(tuple(self.tokens[-n:]))
             if at is not None:
-                count = min(depth, self.per_token * (n - self.shortest + 1))
-                return self._copied(at, count, proposal.vocab_size)
-        return Draft([], [])
+                most = min(most, self.per_token * (n - self.shortest + 1))
+                return Match(n, self._copied(at, most))
+        return None
 
-    def _copied(self, at: int, count: int, vocab_size: int) -> Draft:
+    def _copied(self, at: int, count: int) -> list[int]:
+        """A copy may run into its own drafts and repeat."""
         known = len(self.tokens)
         drafts: list[int] = []
         for i in range(at, at + count):
             drafts.append(self.tokens[i] if i < known else drafts[i - known])
-        return Draft(drafts, [SparseDistribution.one_hot(t, vocab_size) for t in drafts])
+        return drafts

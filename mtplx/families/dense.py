@@ -77,7 +77,10 @@ class DenseFamily(HeadedFamily):
 
     def new_layer(self) -> Any:
         """See ``HeadedFamily.new_layer``; never a sliding-window layer."""
-        return type(self.trunk.model.layers[0])(self.trunk.args)
+        last = self.trunk.model.layers[-1]
+        layer = type(last)(self.trunk.args)
+        layer.self_attn.rope = last.self_attn.rope  # a file's own factors are not in the arguments
+        return layer
 
     def new_cache(self) -> Any:
         """See ``HeadedFamily.new_cache``."""

@@ -143,7 +143,7 @@ class Row:
         self._temperature = self._style.user_temperature
         if not self._seeds or self._random.random() < self._style.bare:
             return
-        ids, stem = self._seeds[self._random.integers(len(self._seeds))]
+        ids, stem = self._seeds[int(self._random.integers(len(self._seeds)))]
         self._force(ids, Kind.SEED)
         if not stem:
             self._end_turn(None)
@@ -156,7 +156,7 @@ class Row:
         if user:
             temperatures = self._style.answer_temperatures
             self._kind, self._left = Kind.ANSWER, self._style.answer_limit
-            self._temperature = temperatures[self._random.integers(len(temperatures))]
+            self._temperature = temperatures[int(self._random.integers(len(temperatures)))]
         else:
             self._start_user()
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +11,6 @@ import mlx.core as mx
 import numpy as np
 from safetensors import safe_open
 
-from ..draft_vocabulary import DraftVocabulary
 from ..errors import ModelFileError
 from .conversation import Kind
 
@@ -76,25 +74,20 @@ class Data:
         """Of all tokens, in order: what the trunk wrote."""
         return hashlib.sha256(np.ascontiguousarray(self.tokens, dtype="<i4").tobytes()).hexdigest()
 
-    def frequent(self, count: int, always: Iterable[int] = ()) -> DraftVocabulary | None:
-        """The ``count`` most frequent ids of what was sampled, and ``always``; None for all ids."""
-        if count == 0:
-            return None
+    def frequency(self) -> np.ndarray:
+        """How often each id was sampled, (V,), in the rows for training."""
         sampled = self.tokens[self.training][self.kinds[self.training] >= Kind.USER]
-        counts = Counter(sampled.tolist())
-        wanted = set(always)
-        for token, _ in sorted(counts.items(), key=lambda pair: (-pair[1], pair[0])):
-            if len(wanted) >= count:
-                break
-            wanted.add(token)
-        return DraftVocabulary(sorted(wanted), self.vocab_size)
+        return np.bincount(sampled, minlength=self.vocab_size)
 
-    def coverage(self, vocabulary: DraftVocabulary | None) -> float:
-        """The share of sampled tokens, of the held-out rows, that can be drafted."""
-        if vocabulary is None:
-            return 1.0
-        sampled = self.tokens[self.held][self.kinds[self.held] >= Kind.USER]
-        return float(np.isin(sampled, vocabulary.ids).mean())
+    def sampled_states(self, rows: np.ndarray, count: int, size: int) -> np.ndarray:
+        """The trunk's hidden states, (n, size), that ``count`` sampled tokens were drawn from."""
+        random = np.random.default_rng(0)
+        before = np.argwhere(self.kinds[rows][:, 1:] >= Kind.USER)
+        out = []
+        for i, at in before[np.sort(random.permutation(len(before))[:count])].tolist():
+            file, inside = self._place[rows[i]]
+            out.append(self._features[file][inside : inside + 1, at : at + 1, :size][0])
+        return np.concatenate(out).astype(np.float32)
 
     def batch(self, count: int, length: int, seed: int, step: int) -> Batch:
         """Windows of ``length`` tokens for a step: every row once before any comes again.
@@ -102,9 +95,8 @@ class Data:
         Half of them begin where the row begins, as a prompt does.
         """
         epoch, at = divmod(step * count, len(self.training))
-        order = np.concatenate(
-            [np.random.default_rng([seed, e]).permutation(self.training) for e in (epoch, epoch + 1)]
-        )
+        orders = [np.random.default_rng([seed, e]) for e in (epoch, epoch + 1)]
+        order = np.concatenate([random.permutation(self.training) for random in orders])
         random = np.random.default_rng([seed, step, 1])
         last = self.length - length
         starts = np.where(random.random(count) < 0.5, 0, random.integers(0, last + 1, count))

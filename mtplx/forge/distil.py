@@ -7,9 +7,8 @@ stopped goes on with the next shard, and each written whole or not at all.
 from __future__ import annotations
 
 import hashlib
-import json
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,8 @@ from safetensors.numpy import load_file, save_file
 from ..errors import ModelError
 from ..families import family_of
 from ..load import Bundle
-from .conversation import Kind, Layout, Row, Seed, Style
+from .conversation import Layout, Row, Seed, Style
+from .streams import shares
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class DataPlan:
     """
 
     seed: int = 0
-    shards: int = 8
+    shards: int = 3
     rows: int = 256
     length: int = 320
     levels: tuple[int, ...] = ()
@@ -113,7 +113,7 @@ def _write(
     kinds = np.zeros((plan.rows, plan.length), np.uint8)
     groups = [
         _Group(bundle, plan, rows[part], tokens[part], kinds[part])
-        for part in _parts(plan.rows, plan.streams)
+        for part in shares(plan.rows, plan.streams)
     ]
     for at in range(plan.length):
         for group in groups:
@@ -125,11 +125,6 @@ def _write(
         on_progress(plan.rows)
     features = np.concatenate([group.features for group in groups])
     return Shard(tokens, kinds, features)
-
-
-def _parts(count: int, parts: int) -> Iterator[slice]:
-    edges = [count * i // parts for i in range(parts + 1)]
-    return (slice(a, b) for a, b in zip(edges, edges[1:], strict=False) if b > a)
 
 
 class _Group:

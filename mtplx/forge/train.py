@@ -26,6 +26,8 @@ from ..load import Bundle, to_float32
 from ..mtp_patch import MTPHead, attach_head, headed_family, new_head
 from .data import Batch, Data
 from .objective import losses
+from .streams import shares
+from .vocabulary import StepVocabulary, ranked
 
 
 @dataclass(frozen=True)
@@ -35,23 +37,26 @@ class TrainPlan:
     rows, window: of a batch, in sequences and draft rows of each.  depth: draft steps unrolled from
     step ``unroll_from`` * steps on; one before.  matrix_rate, vector_rate: learning rates of Muon
     and AdamW, rising over ``warmup`` steps and falling linearly to 0 over the last ``decay`` share.
-    vocabulary: how many ids to draft from, the most frequent of the data; 0 is all.
+    vocabulary: how many ids to draft from, the most frequent of the data; 0 is all.  core, drawn:
+    of those, how many a step compares the laws on: the most frequent, and some of the others.
     """
 
     seed: int = 0
-    steps: int = 1500
-    rows: int = 20
-    window: int = 160
+    steps: int = 2200
+    rows: int = 12
+    window: int = 128
     depth: int = 3
-    unroll_from: float = 0.8
+    unroll_from: float = 0.7
     matrix_rate: float = 0.06
     vector_rate: float = 1e-3
-    warmup: int = 20
-    decay: float = 0.5
-    vocabulary: int = 8192
+    warmup: int = 40
+    decay: float = 0.6
+    vocabulary: int = 16384
+    core: int = 3072
+    drawn: int = 3072
     levels: tuple[int, ...] = ()
     streams: int = 2
-    check_every: int = 50
+    check_every: int = 100
 
     def depth_at(self, step: int) -> int:
         """Draft steps unrolled in a step."""
@@ -83,24 +88,38 @@ def _optimiser() -> optimizers.MultiOptimizer:
 
 
 class Trainer:
-    """A training between two steps.  log: one entry for every ``check_every`` steps, and the end."""
+    """A training between two steps.  log: one entry every ``check_every`` steps, and at the end."""
 
     def __init__(self, bundle: Bundle, data: Data, plan: TrainPlan):
         self.data, self.plan = data, plan
-        vocabulary = data.frequent(plan.vocabulary, bundle.tokenizer.eos_ids)
-        self.head = initial_head(bundle, plan, vocabulary)
+        family = headed_family(bundle.trunk)
+        order = ranked(family, data, bundle.tokenizer.eos_ids)
+        count = plan.vocabulary or family.vocab_size
+        vocabulary = DraftVocabulary(np.sort(order[:count]), family.vocab_size)
+        self.head = initial_head(bundle, plan, vocabulary if plan.vocabulary else None)
         self.attached = attach_head(bundle.trunk, self.head)
+        self._all_rows = family.output_rows(vocabulary.ids)
+        self._ids = StepVocabulary(order[:count], plan.core, plan.drawn, plan.seed)
         self.step = 0
         self.log: list[dict[str, Any]] = []
         self._optimiser = _optimiser()
         self._optimiser.init(self.head.trainable_parameters())
         self._streams = [mx.new_stream(mx.default_device()) for _ in range(plan.streams)]
-        self._sums, self._seconds = np.zeros(2), 0.0
+        self.seconds = 0.0
+        self._sums = np.zeros(2)
 
     @property
     def done(self) -> bool:
         """Whether every step has been taken."""
         return self.step >= self.plan.steps
+
+    def summary(self) -> str:
+        """Where it stands, for a progress bar."""
+        if not self.log:
+            return "train (steps)"
+        last = self.log[-1]
+        shares = " ".join(f"{100 * share:.0f}%" for share in last["held_out_acceptance"])
+        return f"train (steps), loss {last['held_out_loss']:.2f}, acceptance {shares}"
 
     def advance(self) -> None:
         """One step; and a check of the held-out rows, where one is due."""
@@ -116,27 +135,26 @@ class Trainer:
         mx.eval(self.head.parameters(), self._optimiser.state, loss)
         self.step += 1
         self._sums += (float(loss), 1)
-        self._seconds += perf_counter() - begin
+        self.seconds += perf_counter() - begin
         if self.step % plan.check_every == 0 or self.done:
             self._check()
 
     def _gradients(self, batch: Batch, depth: int) -> tuple[mx.array, Any]:
         """Mean loss of a batch and its gradient, the sequences shared between the streams."""
-        count = batch.tokens.shape[0]
-        edges = [count * i // len(self._streams) for i in range(len(self._streams) + 1)]
-        weight = batch.weights[:, 1:].sum() + 1e-6
+        weight = batch.weights[:, 1:].sum() * depth + 1e-6
+        output = self.attached.family.output_rows(self._ids.ids(self.step))
+        mx.eval(weight, output)
 
         def loss_of(part: Batch) -> mx.array:
-            return losses(self.attached, part.features, part.tokens, part.weights, depth)[0] / (
-                weight * depth
-            )
+            parts = (part.features, part.tokens, part.weights, output)
+            return losses(self.attached, *parts, depth)[0] / weight
 
         found = []
-        for stream, a, b in zip(self._streams, edges, edges[1:], strict=False):
-            if b > a:
-                with mx.stream(stream):
-                    part = batch.part(slice(a, b))
-                    found.append(nn.value_and_grad(self.head, loss_of)(part))
+        for stream, share in zip(
+            self._streams, shares(batch.tokens.shape[0], len(self._streams)), strict=False
+        ):
+            with mx.stream(stream):
+                found.append(nn.value_and_grad(self.head, loss_of)(batch.part(share)))
         mx.eval(found)  # one call for all: only then do the streams run side by side
         loss, gradients = found[0]
         for more, others in found[1:]:
@@ -147,7 +165,7 @@ class Trainer:
         depth = self.plan.depth
         batch = self.data.check(min(self.plan.window + depth, self.data.length))
         total, accepted, mass = losses(
-            self.attached, batch.features, batch.tokens, batch.weights, depth
+            self.attached, batch.features, batch.tokens, batch.weights, self._all_rows, depth
         )
         mx.eval(total, accepted, mass)
         loss, count = self._sums
@@ -155,10 +173,10 @@ class Trainer:
             {
                 "step": self.step,
                 "depth": self.plan.depth_at(self.step - 1),
-                "training_loss": loss / count,
+                "training_loss": float(loss / count),
                 "held_out_loss": float(total / mass.sum()),
                 "held_out_acceptance": [float(x) for x in accepted / mass],
-                "seconds": self._seconds,
+                "seconds": self.seconds,
             }
         )
         self._sums = np.zeros(2)
@@ -167,17 +185,16 @@ class Trainer:
 
     def save(self, path: Path) -> None:
         """Write a checkpoint, whole or not at all."""
-        arrays = {
-            **{f"head.{k}": v for k, v in tree_flatten(self.head.trainable_parameters())},
-            **{f"optimiser.{k}": v for k, v in tree_flatten(self._optimiser.state)},
-        }
+        head: Any = tree_flatten(self.head.trainable_parameters())
+        optimiser: Any = tree_flatten(self._optimiser.state)
+        arrays = {f"head.{k}": v for k, v in head} | {f"optimiser.{k}": v for k, v in optimiser}
         state = {
             "plan": asdict(self.plan),
             "data": self.data.sha256(),
             "step": self.step,
             "log": self.log,
             "sums": self._sums.tolist(),
-            "seconds": self._seconds,
+            "seconds": self.seconds,
         }
         path.parent.mkdir(parents=True, exist_ok=True)
         temporary = path.with_name(f"partial-{path.name}")  # MLX wants the suffix
@@ -185,9 +202,10 @@ class Trainer:
         os.replace(temporary, path)
 
     def restore(self, path: Path) -> None:
-        """Go on from a checkpoint of the same plan and data; ``RequestError`` if it is another's."""
+        """Go on from a checkpoint; ``RequestError`` if it is of another plan or other data."""
         try:
-            arrays, metadata = mx.load(str(path), return_metadata=True)
+            loaded: Any = mx.load(str(path), return_metadata=True)
+            arrays, metadata = loaded
             state = json.loads(metadata["state"])
         except (RuntimeError, KeyError, ValueError) as e:
             raise ModelFileError(f"{path}: not a checkpoint of a training ({e})") from e
@@ -207,5 +225,5 @@ class Trainer:
         self.head.update(tree_unflatten(groups["head"]))
         self._optimiser.state = tree_unflatten(groups["optimiser"])
         self.step, self.log = state["step"], state["log"]
-        self._sums, self._seconds = np.array(state["sums"]), state["seconds"]
+        self._sums, self.seconds = np.array(state["sums"]), state["seconds"]
         mx.eval(self.head.parameters(), self._optimiser.state)

@@ -1,0 +1,206 @@
+"""What a round costs on this machine: measured by ``mtplx tune``, stored, found again.
+
+Costs are stored per model, form of its weights, head, machine and version, in ``costs.json`` of the
+cache. Where there are none the defaults are used, which may choose slower depths, never wrong text.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from statistics import median
+from time import perf_counter
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+from mlx.utils import tree_flatten
+
+from . import __version__
+from .depth import DEFAULT_COSTS, Costs
+from .drafters import MTPDrafter, Proposal
+from .environment import machine
+from .errors import MtplxError
+from .families import family_of
+from .fetch import cache_dir
+from .load import Bundle
+from .mtp_patch import AttachedHead
+from .provenance import replacing
+from .rng import Draws
+from .sampler_config import SamplerConfig
+from .sequence import History
+from .state import State
+
+ROWS = (*range(1, 10), 13)
+PASSES = 16
+_TEXT = "Every evening the keeper climbed the steps, lit the great lamp, and watched the boats. "
+_CONTEXT = 128
+# The head is timed over one draft and over this many: the difference is pure steps.
+_DRAFTS = 5
+_FIELDS = {"key", "forward", "draft"}
+
+
+# --- measuring --------------------------------------------------------------------------------
+
+
+def measure(bundle: Bundle, progress: Callable[[], None] = lambda: None) -> Costs:
+    """Seconds of a forward by its rows and of a step of the head: medians, all taken in turn.
+
+    progress: called before each of ``PASSES`` passes; the first one warms up.
+    """
+    ids = _context(bundle)
+    timed = _forwards(bundle, ids)
+    timed += [] if bundle.attached is None else _drafting(bundle.attached, ids)
+    seconds: list[list[float]] = [[] for _ in timed]
+    for _ in range(PASSES):
+        progress()
+        for call, column in zip(timed, seconds, strict=True):
+            column.append(call())
+    found = [median(column[1:]) for column in seconds]
+    forward = np.interp(range(1, ROWS[-1] + 1), ROWS, found[: len(ROWS)])
+    one, several = found[len(ROWS) :] or (0.0, 0.0)
+    return Costs(tuple(forward.tolist()), max(several - one, 0.0) / (_DRAFTS - 1))
+
+
+def _context(bundle: Bundle) -> list[int]:
+    """Tokens to run after, and then a block of the most rows."""
+    config = bundle.provenance.config
+    inner = config.get("text_config") or {}
+    most = config.get("max_position_embeddings", inner.get("max_position_embeddings"))
+    length = min(_CONTEXT + ROWS[-1], most or _CONTEXT + ROWS[-1])
+    return (bundle.tokenizer.encode(_TEXT) * length)[:length]
+
+
+def _forwards(bundle: Bundle, ids: list[int]) -> list[Callable[[], float]]:
+    """Each times a forward over its rows and their laws, and takes it back."""
+    head, history = bundle.attached, History(SamplerConfig(), ids)
+    state = State(family_of(bundle.trunk) if head is None else head.family)
+    for _ in state.prefill(ids[: -ROWS[-1]]):
+        pass
+
+    def timed(rows: int) -> float:
+        block = ids[-ROWS[-1] :][:rows]
+        mark = state.mark(rows)
+        begin = perf_counter()
+        _, logits = state.forward(block)
+        history.laws(logits, block[1:])
+        seconds = perf_counter() - begin
+        state.rollback(mark, [])
+        return seconds
+
+    return [partial(timed, rows) for rows in ROWS]
+
+
+def _drafting(head: AttachedHead, ids: list[int]) -> list[Callable[[], float]]:
+    """Time proposals of one draft and of ``_DRAFTS``."""
+    drafter, history, draws = MTPDrafter(head), History(SamplerConfig(), ids), Draws(0)
+    drafter.observe(ids, None)
+    for hidden in State(head.family).prefill(ids[:-1]):
+        drafter.observe([], hidden)
+    proposal = Proposal(
+        history.law_after, lambda i, q: draws.draft(len(ids), i, q), head.family.vocab_size
+    )
+
+    def timed(depth: int) -> float:
+        begin = perf_counter()
+        drafter.propose(depth, proposal)
+        return perf_counter() - begin
+
+    return [partial(timed, 1), partial(timed, _DRAFTS)]
+
+
+# --- storing ----------------------------------------------------------------------------------
+
+
+def in_force(bundle: Bundle) -> tuple[Costs, dict[str, Any]]:
+    """The costs to choose depths by, and what statistics say of them."""
+    note = {}
+    try:
+        found = stored(bundle)
+    except MtplxError as e:
+        found, note = None, {"note": str(e)}
+    costs = (found or DEFAULT_COSTS).relative()
+    source = "default" if found is None else "tuned"
+    return costs, {"from": source, "forward": costs.forward, "draft": costs.draft, **note}
+
+
+def stored(bundle: Bundle) -> Costs | None:
+    """What ``store`` stored for this model, head, machine and version; None if it did not.
+
+    Raises ``MtplxError`` if the file is damaged.
+    """
+    entries = _read(_path())
+    entry = entries and entries.get(_digest(_key(bundle)))
+    return Costs(tuple(entry["forward"]), entry["draft"]) if entry else None
+
+
+def store(bundle: Bundle, costs: Costs) -> Path:
+    """Keep costs for later runs; the file they are in. A damaged one is replaced."""
+    path, key = _path(), _key(bundle)
+    try:
+        entries = _read(path)
+    except MtplxError:
+        entries = {}
+    entries[_digest(key)] = {"key": key, "forward": costs.forward, "draft": costs.draft}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with replacing(path) as new:
+        new.write_text(json.dumps(entries, indent=1))
+    return path
+
+
+def _path() -> Path:
+    return cache_dir() / "costs.json"
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """Entries by digest of their key, every one of them checked."""
+    try:
+        entries = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(entries, dict):
+            raise ValueError("no object")
+        for digest, entry in entries.items():
+            if entry.keys() != _FIELDS or _digest(entry["key"]) != digest:
+                raise ValueError(f"an entry has the fields {sorted(entry)}")
+            Costs(tuple(entry["forward"]), entry["draft"])
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, TypeError, AttributeError, RecursionError) as e:
+        raise MtplxError(
+            f"{path} cannot be used ({e}), so depths are chosen by default costs; `mtplx tune`"
+            " writes it anew"
+        ) from e
+    return entries
+
+
+def _digest(key: Any) -> str:
+    return hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()
+
+
+def _key(bundle: Bundle) -> dict[str, Any]:
+    """All that costs depend on. Of a head only the shapes matter."""
+    files = []
+    for file in bundle.provenance.files:
+        status = file.stat()
+        files.append([str(file.absolute()), status.st_size, status.st_mtime_ns])
+    return {
+        "trunk": files,
+        "runs": bundle.provenance.runs,
+        "head": _shapes(bundle.head),
+        "device": [str(mx.default_device()), str(mx.device_info().get("device_name"))],
+        "machine": machine(),
+        "mtplx": __version__,
+    }
+
+
+def _shapes(head: Any) -> list[Any]:
+    if head is None:
+        return []
+    vocabulary = head.vocabulary
+    parameters: dict[str, Any] = dict(tree_flatten(head.parameters()))
+    return [
+        0 if vocabulary is None else len(vocabulary.ids),
+        sorted([name, list(value.shape), str(value.dtype)] for name, value in parameters.items()),
+    ]

@@ -1,0 +1,43 @@
+"""What figures were measured with: the machine and the versions of packages."""
+
+from __future__ import annotations
+
+import os
+import platform
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from .blas import describe, thread_count
+
+_PACKAGES = ("mtplx", "mtplx-kernels", "mlx", "mlx-lm", "numpy", "scipy-openblas32")
+
+
+def versions() -> dict[str, str]:
+    """Versions of Python and of the packages that figures depend on."""
+    found = {"python": platform.python_version()}
+    for package in _PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            found[package] = "not installed"
+    return found
+
+
+def machine() -> dict[str, str]:
+    """Processor, system, cores, threads and BLAS."""
+    return {
+        "processor": _processor(),
+        "system": f"{platform.system()} {platform.machine()}",
+        "cores": str(os.cpu_count()),
+        "threads": str(thread_count()),
+        "blas": describe(),
+    }
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or "unknown"

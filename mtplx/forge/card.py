@@ -1,0 +1,182 @@
+"""The model card of a head: README.md, whose every number comes from the two files beside it.
+
+``training.json`` says how the head was made, ``measurement.json`` what it is worth.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ..errors import ModelFileError
+from ..provenance import replacing
+from ..tokenizer import read_json
+
+CARD, TRAINING, MEASUREMENT, PLOT = (
+    "README.md", "training.json", "measurement.json", "training.png",
+)  # fmt: skip
+_NEEDED: dict[str, dict[str, type]] = {
+    TRAINING: {
+        "command": str, "license": str, "base_model": str, "model": str,
+        "data": dict, "plan": dict, "log": list,
+    },
+    MEASUREMENT: {"figures": dict, "by_temperature": dict, "command": str},
+}  # fmt: skip
+
+_CARD = """\
+---
+license: {license}
+base_model: {base_model}
+library_name: mlx
+pipeline_tag: text-generation
+tags:
+- mlx
+- mtplx
+- multi-token-prediction
+- speculative-decoding
+---
+
+# MTP head for {name}
+
+A multi-token-prediction (MTP) head that drafts for `{name}` in mtplx. It is no model on its own:
+it reads the hidden states of that model, the trunk, and drafts the next tokens, which one forward
+pass of the trunk then checks. The text follows the law of the trunk; the head only makes it come
+sooner.
+
+## Use
+
+Download this repository into a directory, `head` below. `mtplx inspect` says what is used.
+
+```sh
+mtplx generate "Name three rivers." --model {model} --head ./head
+```
+
+```python
+import mtplx
+
+bundle = mtplx.load("{model}", head="./head")
+print(mtplx.generate(bundle, "Name three rivers.").text)
+```
+
+In the trunk's own directory `mtp.safetensors` and `mtp_config.json` are found without `--head`.
+
+## Measured
+
+AR is plain decoding, one token a forward pass. Acceptance is that of drafted tokens, by position
+in the draft; the acceptance length is the tokens emitted a round, so AR has exactly one.
+
+{temperatures}
+
+{figures}
+
+Measured by `{measured_by}`:
+
+{measured_with}
+{notes}
+## What is exact
+
+- Sampled tokens follow the law of plain decoding with the same parameters, whatever is drafted:
+  temperature, filters, penalties and biases included. A worse head is slower, never wrong.
+- Under a seed and the coupled rule the output is that of plain decoding, token for token, where
+  the two forward passes give the same logits.
+- Not exact: a pass over several tokens rounds otherwise than one over a single token, so outputs
+  may part at a near-tie. And nothing is promised about speed on other machines, prompts or
+  sampling parameters.
+
+## Limits
+
+- The head belongs to the trunk with the sha256 below; another one is refused unless
+  `--any-trunk` is given.
+- It was trained on text that the trunk wrote by itself, so it drafts best what the trunk likes to
+  say; other languages and subjects than the prompts' are accepted less often.
+
+## Training
+
+![Loss and acceptance while training]({plot})
+
+By `{trained_by}`:
+
+{training}
+
+The last check, on rows that were not trained on:
+
+{last}
+"""
+
+
+def card(folder: Path) -> str:
+    """The text of the card; ``ModelFileError`` naming a file or an entry that is missing."""
+    training, measured = (_read(folder / name) for name in (TRAINING, MEASUREMENT))
+    apart = {"command", "license", "base_model", "model", "log"}
+    shown = {"figures", "by_temperature", "command", "notes"}
+    return _CARD.format(
+        license=json.dumps(training["license"].lower()),
+        base_model=json.dumps(training["base_model"]),
+        name=training["base_model"],
+        model=training["model"],
+        temperatures=_by_temperature(measured["by_temperature"]),
+        figures=_fields(measured["figures"], ("figure", "value")),
+        measured_by=measured["command"],
+        measured_with=_fields({k: v for k, v in measured.items() if k not in shown}),
+        notes="".join(f"\n- {_line(note)}" for note in measured.get("notes", [])) + "\n",
+        plot=PLOT,
+        trained_by=training["command"],
+        training=_fields({k: v for k, v in training.items() if k not in apart}),
+        last=_fields(training["log"][-1]),
+    )
+
+
+def write_card(folder: Path) -> Path:
+    """Write ``card`` as README.md."""
+    text = card(folder)
+    with replacing(folder / CARD) as new:
+        new.write_text(text, encoding="utf-8")
+    return folder / CARD
+
+
+def _read(file: Path) -> dict[str, Any]:
+    found = read_json(file)
+    for key, kind in _NEEDED[file.name].items():
+        if not found.get(key) or not isinstance(found[key], kind):
+            raise ModelFileError(f"{file}: {key} is {found.get(key)!r}", path=file)
+    return found
+
+
+def _by_temperature(rows: Mapping[str, Mapping[str, Any]]) -> str:
+    columns = list(dict.fromkeys(key for row in rows.values() for key in row))
+    body = [[t, *(_shown(row.get(key)) for key in columns)] for t, row in rows.items()]
+    return _table(["temperature", *(key.replace("_", " ") for key in columns)], body)
+
+
+def _fields(value: Mapping[str, Any], head: Sequence[str] = ("", "")) -> str:
+    return _table(head, _flat(value))
+
+
+def _flat(value: Mapping[str, Any], before: str = "") -> Iterator[list[str]]:
+    """(name, value) of every entry, those of nested objects after the name of theirs."""
+    for key, entry in value.items():
+        name = f"{before}{key.replace('_', ' ')}"
+        if isinstance(entry, dict):
+            yield from _flat(entry, f"{name}: ")
+        else:
+            yield [name, _shown(entry)]
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, list):
+        return ", ".join(map(_shown, value)) or "-"
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    return "-" if value is None else str(value)
+
+
+def _line(text: str) -> str:
+    return " ".join(text.split())
+
+
+def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    cells = ([_line(cell).replace("|", r"\|") for cell in line] for line in lines)
+    return "\n".join(f"| {' | '.join(line)} |" for line in cells)

@@ -1,0 +1,191 @@
+"""A whole training: distil, train, write the head. Stopped anywhere, it goes on from there.
+
+``OUT/work`` holds the plan, the data and the newest checkpoint; the finished head goes to ``OUT``,
+with its measurement and its card.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+from .. import heldout
+from ..environment import machine, versions
+from ..errors import RequestError
+from ..head_file import write_head
+from ..load import Bundle
+from ..measure import measure, outputs_of
+from ..mtp_patch import headed_family
+from ..progress import progress, steps
+from ..provenance import replacing
+from .card import MEASUREMENT, PLOT, TRAINING, write_card
+from .conversation import Seed, read_seeds
+from .data import Data
+from .distil import DataPlan, distil, shard_path
+from .plot import plot_training
+from .train import Trainer, TrainPlan
+from .vocabulary import coverage
+
+PROMPTS = tuple(sorted((Path(__file__).parent / "prompts").glob("*.jsonl")))
+_SAVE_EVERY = 100  # steps
+
+
+class Paused(Exception):  # noqa: N818 - not an error
+    """The time that was given is over; the same command goes on."""
+
+
+@dataclass
+class Clock:
+    """Time for one piece of a training; no limit if ``minutes`` is None."""
+
+    minutes: float | None = None
+    begin: float = field(default_factory=perf_counter)
+
+    def check(self) -> None:
+        """Raise ``Paused`` if the time is over."""
+        if self.minutes is not None and perf_counter() - self.begin > 60 * self.minutes:
+            raise Paused
+
+
+def default_levels(bundle: Bundle) -> tuple[int, ...]:
+    """The layers at a quarter, half and three quarters of the trunk's depth."""
+    count = len(headed_family(bundle.trunk).layers)
+    levels = {math.ceil(count * part / 4) for part in (1, 2, 3)}
+    return tuple(sorted(levels - {count}))
+
+
+def run(
+    bundle: Bundle,
+    out: Path,
+    data_plan: DataPlan,
+    train_plan: TrainPlan,
+    *,
+    prompts: Sequence[Path] = PROMPTS,
+    about: Mapping[str, str],
+    clock: Clock,
+) -> None:
+    """Distil and train into ``out``, and write the head; what is done already is not done again.
+
+    about: "command", and for the card "model", "base_model" and "license".  Raises ``Paused``,
+    ``RequestError`` where ``out`` holds a training of another plan, trunk or prompt files, and what
+    the steps raise.
+    """
+    work = out / "work"
+    seeds = [seed for path in prompts for seed in read_seeds(path)]
+    plan = {
+        "data": asdict(data_plan),
+        "train": asdict(train_plan),
+        "prompts": {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in prompts},
+        "trunk": bundle.provenance.sha256,
+    }
+    _keep_plan(work / "plan.json", plan)
+    paths = _distil(bundle, seeds, data_plan, work / "data", clock)
+    data = Data(paths, headed_family(bundle.trunk).vocab_size, forbidden=_forbidden(bundle))
+    trainer = _train(bundle, data, train_plan, work / "checkpoint.safetensors", clock)
+    _write(bundle, trainer, out, {**about, "plan": plan})
+
+
+def _keep_plan(path: Path, plan: dict[str, Any]) -> None:
+    """Write the plan at the first start; later starts must have the same."""
+    plan = json.loads(json.dumps(plan))
+    if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with replacing(path) as temporary:
+            temporary.write_text(json.dumps(plan, indent=1))
+        return
+    known = json.loads(path.read_text())
+    changed = [
+        f"{group} {name}"
+        for group, fields in plan.items()
+        for name in fields.keys() | known[group].keys()
+        if fields.get(name) != known[group].get(name)
+    ]
+    if changed:
+        raise RequestError(
+            f"{path.parent} holds a training with another {', '.join(sorted(changed))}:"
+            " give the options it was started with, or another --out"
+        )
+
+
+def _forbidden(bundle: Bundle) -> Iterator[list[int]]:
+    """The prompts that heads are measured on, as token ids."""
+    for name in heldout.SOURCES:
+        for text in heldout.prompts(name):
+            own = text.split("```python\n")[-1]  # the words around a problem are nobody's
+            yield bundle.tokenizer.encode(own, add_special_tokens=False)
+
+
+def _distil(
+    bundle: Bundle, seeds: Sequence[Seed], plan: DataPlan, folder: Path, clock: Clock
+) -> list[Path]:
+    with progress() as bar:
+        task = bar.add_task("distil (tokens)", total=plan.tokens)
+
+        def advance(tokens: int) -> None:
+            bar.advance(task, tokens)
+            clock.check()
+
+        distil(bundle, seeds, plan, folder, advance)
+    return [shard_path(folder, number) for number in range(plan.shards)]
+
+
+def _train(bundle: Bundle, data: Data, plan: TrainPlan, checkpoint: Path, clock: Clock) -> Trainer:
+    trainer = Trainer(bundle, data, plan)
+    if checkpoint.exists():
+        trainer.restore(checkpoint)
+    with progress() as bar:
+        task = bar.add_task("train (steps)", total=plan.steps, completed=trainer.step)
+        try:
+            while not trainer.done:
+                clock.check()
+                trainer.advance()
+                if trainer.step % _SAVE_EVERY == 0:
+                    trainer.save(checkpoint)
+                bar.update(task, completed=trainer.step, description=trainer.summary())
+        finally:
+            trainer.save(checkpoint)
+    return trainer
+
+
+def _write(bundle: Bundle, trainer: Trainer, out: Path, known: dict[str, Any]) -> None:
+    """The head, and what is known of its training."""
+    write_head(out, trainer.head, bundle.trunk, bundle.provenance)
+    family, data = headed_family(bundle.trunk), trainer.data
+    facts = {
+        "tokens": int(data.tokens.size),
+        "sha256": data.sha256(),
+        "rows_left_out": len(data.left_out),
+        "coverage": coverage(family, data, trainer.head.vocabulary),
+    }
+    plot_training(trainer.log, out / PLOT)
+    known = {
+        **known,
+        "data": facts,
+        "training_seconds": trainer.seconds,
+        "machine": machine(),
+        "versions": versions(),
+        "log": trainer.log,
+    }
+    with replacing(out / TRAINING) as temporary:
+        temporary.write_text(json.dumps(known, indent=1) + "\n", encoding="utf-8")
+
+
+def evaluate(bundle: Bundle, folder: Path, *, each: int | None, tokens: int, command: str) -> None:
+    """Measure the head of ``bundle``, which lies in ``folder``; write measurement.json and card.
+
+    each: how many of the held-out prompts of each name, None for all.
+    """
+    read = heldout.prompts if each is None else lambda name: heldout.chosen(name, each)
+    prompts = {name: read(name) for name in heldout.SOURCES}
+    with steps(outputs_of(sum(map(len, prompts.values())))) as step:
+        found = measure(bundle, prompts, tokens=tokens, command=command, before=step)
+    with replacing(folder / MEASUREMENT) as temporary:
+        temporary.write_text(json.dumps(found.to_dict(), indent=1) + "\n", encoding="utf-8")
+    if (folder / TRAINING).exists():
+        write_card(folder)

@@ -1,0 +1,23 @@
+"""Device queues that share a batch.
+
+On a CPU, MLX multiplies on several cores and does everything else on one: two queues keep two busy.
+"""
+
+from __future__ import annotations
+
+import os
+from itertools import pairwise
+
+import mlx.core as mx
+
+
+def stream_count() -> int:
+    """How many queues pay on the default device."""
+    cpu = mx.default_device().type == mx.DeviceType.cpu
+    return 2 if cpu and (os.cpu_count() or 1) > 1 else 1
+
+
+def shares(count: int, parts: int) -> list[slice]:
+    """``count`` items in at most ``parts`` even, consecutive shares, none of them empty."""
+    edges = [count * i // parts for i in range(parts + 1)]
+    return [slice(a, b) for a, b in pairwise(edges) if b > a]

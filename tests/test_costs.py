@@ -1,0 +1,140 @@
+"""Costs of rounds: measured, stored, found again, and what happens when that goes wrong."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import heads
+import pytest
+import tiny
+from doubles import GREEDY
+
+import mtplx
+import mtplx.console
+from mtplx import costs
+from mtplx.depth import DEFAULT_COSTS, Costs
+from mtplx.errors import MtplxError
+
+SOME = Costs((0.01, 0.012, 0.014), 0.001)
+
+
+@pytest.fixture(scope="module")
+def bare(tmp_path_factory):
+    return mtplx.load(tiny.write_directory(tmp_path_factory.mktemp("tiny")))
+
+
+@pytest.fixture(scope="module")
+def headed(bare):
+    return replace(bare, head=heads.random_head(bare))
+
+
+@pytest.fixture
+def file(tmp_path, monkeypatch):
+    monkeypatch.setenv("MTPLX_CACHE", str(tmp_path))
+    return tmp_path / "costs.json"
+
+
+@pytest.mark.parametrize("form", [{}, {"levels": (1,)}, {"ids": range(0, 320, 2)}])
+def test_measuring_leaves_nothing_out(bare, form, monkeypatch):
+    monkeypatch.setattr(costs, "PASSES", 3)
+    bundle = replace(bare, head=heads.random_head(bare, **form))
+    passes = []
+    found = costs.measure(bundle, lambda: passes.append(1))
+    assert len(passes) == 3
+    assert len(found.forward) == costs.ROWS[-1]
+    assert min(found.forward) > 0
+    assert found.draft >= 0
+    assert found.forward[9] == pytest.approx(found.forward[8] * 0.75 + found.forward[12] * 0.25)
+
+
+def test_a_model_without_a_head_has_no_cost_of_a_draft(bare, monkeypatch):
+    monkeypatch.setattr(costs, "PASSES", 2)
+    assert costs.measure(bare).draft == 0
+
+
+@pytest.mark.parametrize("context", [64, None])
+def test_measuring_stays_within_the_models_context(bare, context):
+    config = {**bare.provenance.config, "max_position_embeddings": context}
+    inner = {"text_config": {"max_position_embeddings": 50}}
+    short = replace(bare, provenance=replace(bare.provenance, config=config))
+    nested = replace(bare, provenance=replace(bare.provenance, config=inner))
+    assert len(costs._context(short)) == (context or 141)
+    assert len(costs._context(nested)) == 50
+
+
+def test_what_is_stored_is_found_again(headed, bare, file):
+    assert costs.stored(headed) is None
+    assert costs.store(headed, SOME) == file
+    assert costs.stored(headed) == SOME
+    assert costs.stored(bare) is None, "with another head it costs something else"
+    costs.store(bare, Costs((3.0,)))
+    assert (costs.stored(headed), costs.stored(bare)) == (SOME, Costs((3.0,)))
+    assert [path.name for path in file.parent.iterdir()] == ["costs.json"]
+    known, told = costs.in_force(headed)
+    assert known == Costs((1.0, 1.2, 1.4), 0.1)
+    assert told == {"from": "tuned", "forward": (1.0, 1.2, 1.4), "draft": 0.1}
+
+
+def test_another_form_machine_or_version_has_costs_of_its_own(bare, file, monkeypatch):
+    costs.store(bare, SOME)
+    other = replace(bare, provenance=replace(bare.provenance, runs="packed"))
+    assert costs.stored(other) is None
+    for name, value in (("machine", lambda: {"cores": "1"}), ("__version__", "0")):
+        with monkeypatch.context() as patch:
+            patch.setattr(costs, name, value)
+            assert costs.stored(bare) is None
+    weights = bare.provenance.files[0]
+    weights.touch()
+    assert costs.stored(bare) is None, "the weights may be others now"
+
+
+def broken(entries):
+    """Ways in which the file may be no good, each from a good one."""
+    (digest,) = entries
+    entry = entries[digest]
+    return {
+        "cut": json.dumps(entries)[:-20],
+        "empty": "",
+        "a list": "[]",
+        "no entry": json.dumps({digest: 3}),
+        "an unknown field": json.dumps({digest: {**entry, "unit": "s"}}),
+        "a missing field": json.dumps({digest: {"key": entry["key"], "forward": [1.0]}}),
+        "another key": json.dumps({digest: {**entry, "key": {}}}),
+        "words": json.dumps({digest: {**entry, "forward": ["1"]}}),
+        "one number": json.dumps({digest: {**entry, "forward": 1.0}}),
+        "not a number": json.dumps({digest: {**entry, "draft": float("nan")}}),
+        "negative": json.dumps({digest: {**entry, "forward": [1.0, -1.0]}}),
+        "nothing": json.dumps({digest: {**entry, "forward": []}}),
+        "deep": "[" * 100_000,
+    }
+
+
+def test_a_damaged_file_means_default_costs_and_says_so(headed, file, capsys):
+    costs.store(headed, SOME)
+    for text in broken(json.loads(file.read_text())).values():
+        file.write_text(text)
+        with pytest.raises(MtplxError, match=r"costs\.json cannot be used.*mtplx tune"):
+            costs.stored(headed)
+        known, told = costs.in_force(headed)
+        assert known == DEFAULT_COSTS
+        assert told["from"] == "default"
+        assert "mtplx tune" in told["note"]
+    result = mtplx.generate(headed, [5, 6], max_tokens=4)
+    mtplx.console.summarise(result)
+    assert "costs.json cannot be used" in capsys.readouterr().err
+    costs.store(headed, SOME)
+    assert costs.stored(headed) == SOME, "tuning again repairs it"
+
+
+def test_a_run_says_by_which_costs_it_chose(headed, file):
+    options = {"sampling": GREEDY, "max_tokens": 12, "seed": 1}
+    stats = mtplx.generate(headed, [5, 6], **options).stats
+    assert (stats.drafter, stats.depth, stats.costs["from"]) == ("auto", "auto", "default")
+    assert stats.costs["forward"] == DEFAULT_COSTS.forward
+    costs.store(headed, SOME)
+    stats = mtplx.generate(headed, [5, 6], **options).stats
+    assert stats.to_dict()["costs"] == {"from": "tuned", "forward": (1, 1.2, 1.4), "draft": 0.1}
+    json.dumps(stats.to_dict())
+    assert mtplx.generate(headed, [5, 6], depth=2, **options).stats.costs is None
+    assert mtplx.generate(headed, [5, 6], draft="none", **options).stats.costs is None

@@ -1,0 +1,106 @@
+"""The training objective: what is unrolled is what drafting does, and the loss is what it says."""
+
+from __future__ import annotations
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from mlx_lm.models import llama
+from tiny import tiny_config
+
+from mtplx.draft_vocabulary import DraftVocabulary
+from mtplx.families import family_of
+from mtplx.forge.objective import _exp, distillation, losses, rollout
+from mtplx.mtp_patch import attach_head, new_head
+
+LEVELS = (1,)
+DEPTH = 4
+
+
+@pytest.fixture(scope="module")
+def attached():
+    mx.random.seed(3)
+    trunk = llama.Model(llama.ModelArgs.from_dict(tiny_config()))
+    mx.eval(trunk.parameters())
+    vocabulary = DraftVocabulary(np.arange(0, 320, 2), 320)
+    return attach_head(trunk, new_head(trunk, levels=LEVELS, vocabulary=vocabulary))
+
+
+def windows(attached, rows=9, batch=2):
+    tokens = mx.array(np.random.default_rng(0).integers(0, 320, (batch, rows + DEPTH)))
+    family = family_of(attached.family.trunk, LEVELS)
+    features, _ = family.forward(tokens, [None] * len(family.layers))
+    return features, tokens
+
+
+def test_unrolling_is_drafting_from_every_row(attached):
+    features, tokens = windows(attached)
+    rows = features.shape[1] - DEPTH
+    unrolled = rollout(attached, features[:, :rows], tokens, DEPTH)
+    for sequence in range(2):
+        for row in range(rows):
+            cache = attached.new_cache()
+            state = attached.forward(
+                features[sequence, : row + 1], tokens[sequence, 1 : row + 2], cache
+            )[-1:]
+            for depth in range(1, DEPTH + 1):
+                found = np.asarray(unrolled[depth - 1][sequence, row])
+                np.testing.assert_allclose(found, np.asarray(state[0]), atol=2e-5)
+                at = row + depth + 1
+                if depth < DEPTH:
+                    state = attached.forward(state, tokens[sequence, at : at + 1], cache)
+
+
+def test_exp_is_close_where_it_counts():
+    x = np.linspace(-12, 0, 4001, dtype=np.float32)
+    found = np.asarray(_exp(mx.array(x)))
+    np.testing.assert_allclose(found, np.exp(x.astype(np.float64)), rtol=2e-3)
+    far = np.asarray(_exp(mx.array([-1e30, -31.0, -20.0])))
+    assert (far >= 0).all()
+    assert (far < 1e-8).all()
+
+
+def softmax(x):
+    weights = np.exp(x - x.max(axis=-1, keepdims=True))
+    return weights / weights.sum(axis=-1, keepdims=True)
+
+
+def test_the_loss_its_gradient_and_the_acceptance():
+    random = np.random.default_rng(1)
+    z, t = 3 * random.standard_normal((2, 2, 3, 11))
+    q, p = softmax(z), softmax(t)
+    student, teacher = mx.array(z.astype(np.float32)), mx.array(t.astype(np.float32))
+    entropy, _, acceptance = distillation(student, teacher)
+    np.testing.assert_allclose(np.asarray(entropy), -(p * np.log(q)).sum(-1), rtol=3e-3)
+    np.testing.assert_allclose(np.asarray(acceptance), np.minimum(p, q).sum(-1), atol=3e-3)
+    weights = random.random((2, 3)).astype(np.float32)
+    gradient = mx.grad(lambda s: (distillation(s, teacher)[0] * mx.array(weights)).sum())(student)
+    np.testing.assert_allclose(np.asarray(gradient), (q - p) * weights[..., None], atol=3e-3)
+
+
+def test_a_perfect_student_has_acceptance_one_and_no_gradient():
+    logits = mx.array(np.random.default_rng(2).standard_normal((1, 4, 7)).astype(np.float32))
+    _, gradient, acceptance = distillation(logits, logits)
+    np.testing.assert_allclose(np.asarray(acceptance), 1.0, atol=1e-6)
+    np.testing.assert_allclose(np.asarray(gradient), 0.0, atol=1e-6)
+
+
+def test_each_depth_is_compared_with_the_law_of_its_own_position(attached):
+    """Losses of a student replaced by the trunk's own states of the right rows would be minimal."""
+    features, tokens = windows(attached)
+    size = attached.family.hidden_size
+    rows = features.shape[1] - DEPTH
+    output = attached.family.output_rows(attached.vocabulary.ids)
+    weights = mx.zeros(tokens.shape)
+    weights[:, 2] = 1.0  # only the law at position 2: depth j predicts it from row 2 - j
+    total, accepted, mass = losses(attached, features, tokens, weights, output, DEPTH)
+    assert np.asarray(mass).tolist() == [2.0, 2.0, 0.0, 0.0]
+    states = rollout(attached, features[:, :rows], tokens, DEPTH)
+    teacher = softmax(np.asarray(features[:, 2, :size] @ output.T, dtype=np.float64))
+    expected = 0.0
+    for depth in (1, 2):
+        student = softmax(np.asarray(states[depth - 1][:, 2 - depth] @ output.T, dtype=np.float64))
+        expected -= (teacher * np.log(student)).sum()
+        near = np.minimum(teacher, student).sum()
+        assert float(accepted[depth - 1]) == pytest.approx(near, abs=5e-3)
+    assert float(total) == pytest.approx(expected, rel=5e-3)
