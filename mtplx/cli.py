@@ -287,7 +287,7 @@ def tune(
     weights: Weights = "auto",
     blas: Blas = "auto",
 ) -> None:
-    """Measure what drafts cost on this machine, once: --depth auto chooses by it from then on."""
+    """Measure what drafts cost here, with nothing else running; --depth auto then chooses by it."""
     with _reported():
         _prepare(blas)
         bundle = _open(model, weights, head=head, any_trunk=any_trunk)

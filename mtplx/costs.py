@@ -101,7 +101,7 @@ def _drafting(head: AttachedHead, ids: list[int]) -> list[Callable[[], float]]:
     for hidden in State(head.family).prefill(ids[:-1]):
         drafter.observe([], hidden)
     proposal = Proposal(
-        history.law_after, lambda i, q: draws.draft(len(ids), i, q), head.family.vocab_size
+        history.draft_law, lambda i, q: draws.draft(len(ids), i, q), head.family.vocab_size
     )
 
     def timed(depth: int) -> float:

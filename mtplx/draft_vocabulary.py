@@ -43,6 +43,10 @@ class DraftVocabulary:
         """Those of ``ids`` that are here, as indices."""
         return [self._index[t] for t in ids if t in self._index]
 
+    def place(self, token: int) -> int | None:
+        """The index of an id, None if it is not here."""
+        return self._index.get(token)
+
     def widen(self, law: SparseDistribution) -> SparseDistribution:
         """A law over the indices -> the same over the whole vocabulary."""
         return SparseDistribution(self.ids[law.token_ids], law.probs, self.vocab_size)

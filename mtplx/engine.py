@@ -110,7 +110,7 @@ class Engine:
                 return sequence.draws.race(start + offset, q)
             return sequence.draws.draft(start, offset, q)
 
-        proposal = Proposal(sequence.history.law_after, draw, self.vocab_size)
+        proposal = Proposal(sequence.history.draft_law, draw, self.vocab_size)
         draft = sequence.drafter.propose(depth, proposal)
         for i, token in enumerate(draft.tokens):
             if not 0 <= token < self.vocab_size:

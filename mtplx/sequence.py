@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence as Sequence_
 from dataclasses import dataclass, field, replace
+from math import inf
 
 import mlx.core as mx
 
@@ -35,28 +36,39 @@ class History:
         """The law of each row of ``logits`` (len(drafts) + 1, vocab); row i follows i drafts."""
         return self._laws(logits, [drafts[:i] for i in range(len(drafts) + 1)])
 
-    def law_after(
-        self, logits: mx.array, drafts: Sequence_[int], vocabulary: DraftVocabulary | None = None
-    ) -> SparseDistribution:
-        """The law of one row, (vocab,), that follows all of ``drafts``.
+    def law_after(self, logits: mx.array, drafts: Sequence_[int]) -> SparseDistribution:
+        """The law of one row, (vocab,), that follows all of ``drafts``."""
+        return self._laws(logits[None], [drafts])[0]
 
-        With a draft vocabulary the row has its ids only; the law is 0 elsewhere.
+    def draft_law(
+        self, logits: mx.array, drafts: Sequence_[int], vocabulary: DraftVocabulary | None
+    ) -> SparseDistribution | None:
+        """``law_after`` of a row that has the ids of a draft vocabulary only: 0 elsewhere.
+
+        None where every one of them is banned.
         """
         if vocabulary is None:
-            return self._laws(logits[None], [drafts])[0]
+            return self.law_after(logits, drafts)
+        config = self._draft_config(vocabulary)
+        if config is None:
+            return None
         counts = [vocabulary.counts(self.counts + Counter(drafts))] if self._depends else None
         law = sparse_distributions_from_mlx_logits(
             logits[None],
-            self._draft_config(vocabulary),
+            config,
             token_counts=counts,
             prompt_ids=None if self.prompt is None else vocabulary.indices(self.prompt),
         )[0]
         return vocabulary.widen(law)
 
-    def _draft_config(self, vocabulary: DraftVocabulary) -> SamplerConfig:
+    def _draft_config(self, vocabulary: DraftVocabulary) -> SamplerConfig | None:
+        """The parameters by index; None where they ban every index."""
         if self.config.logit_bias is None:
             return self.config
-        return replace(self.config, logit_bias=vocabulary.bias(self.config.logit_bias))
+        bias = vocabulary.bias(self.config.logit_bias) or {}
+        if sum(amount == -inf for amount in bias.values()) == len(vocabulary.ids):
+            return None
+        return replace(self.config, logit_bias=bias or None)
 
     def _laws(
         self, logits: mx.array, prefixes: Sequence_[Sequence_[int]]

@@ -149,7 +149,7 @@ class RandomDrafter(Remembering):
         q_rows = []
         for i in range(depth):
             row = self._row((self.seed, 7, *self.tokens[-2:], i), proposal.vocab_size)
-            q_rows.append(proposal.law(row * self.scale, tokens))
+            q_rows.append(proposal.law(row * self.scale, tokens, None))
             tokens.append(proposal.draw(i, q_rows[-1]))
         return Draft(tokens, q_rows)
 

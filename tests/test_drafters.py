@@ -7,7 +7,9 @@ import numpy as np
 import pytest
 from doubles import GREEDY, PLAIN, new_sequence, randomise, run, tiny_llama
 
+from mtplx.draft_vocabulary import DraftVocabulary
 from mtplx.drafters import MTPDrafter, NgramDrafter, Proposal
+from mtplx.drafters.mtp import COPY_BONUS
 from mtplx.engine import Engine
 from mtplx.errors import ModelError, NonFiniteLogitsError
 from mtplx.families import family_of
@@ -123,6 +125,50 @@ def test_the_head_computes_what_its_definition_says(trunk, embedding_first):
     np.testing.assert_allclose(
         np.asarray(attached.logits(got)), want @ embedding.T, rtol=0, atol=1e-4 * 8
     )
+
+
+def test_a_head_with_levels_and_a_draft_vocabulary(trunk):
+    """A committed row reads the trunk's layers too; a deeper step has only the head's own state."""
+    vocabulary = DraftVocabulary([1, 4, 9, 60], VOCAB)
+    head = new_head(trunk, levels=(1,), vocabulary=vocabulary)
+    randomise(head, 7)
+    attached, w = attach_head(trunk, head), flat(head)
+    embedding = np.asarray(trunk.model.embed_tokens.weight, dtype=np.float64)
+    tokens = [5, 9, 33, 9]
+    features, _ = attached.family.forward(mx.array([tokens]), [None] * 2)
+    final, level = np.split(np.asarray(features[0], dtype=np.float64), 2, axis=-1)
+    np.testing.assert_allclose(np.sqrt((level**2).mean(-1)), 1, atol=1e-4)
+    np.testing.assert_allclose(
+        final, np.asarray(trunk.model(mx.array([tokens]))[0]), rtol=0, atol=1e-5
+    )
+
+    def combined(token, hidden, level):
+        e = numpy_norm(embedding[token], w["enorm.weight"])
+        h = numpy_norm(hidden, w["hnorm.weight"])
+        return np.concatenate([e, h, level], -1) @ w["fc.weight"].T
+
+    rows = [combined(t, h, x) for t, h, x in zip([9, 33, 9], final[:3], level[:3], strict=True)]
+    first = numpy_norm(numpy_layer(np.stack(rows), w), w["norm.weight"])[-1]
+    rows.append(combined(4, first, np.zeros_like(first)))
+    second = numpy_norm(numpy_layer(np.stack(rows), w), w["norm.weight"])[-1]
+    cache = attached.new_cache()
+    one = attached.forward(features[0, :3], mx.array([9, 33, 9]), cache)[-1:]
+    two = attached.forward(one, mx.array([4]), cache)
+    for got, want in ((one, first), (two, second)):
+        np.testing.assert_allclose(np.asarray(got[0]), want, rtol=0, atol=1e-4)
+        found = np.asarray(attached.logits(got)[0])
+        np.testing.assert_allclose(found, embedding[[1, 4, 9, 60]] @ want, rtol=0, atol=1e-3)
+
+
+def test_a_level_that_the_trunk_lacks_is_refused(trunk):
+    with pytest.raises(ModelError, match=r"\[3\].*2"):
+        new_head(trunk, levels=(3,))
+
+
+def test_a_draft_vocabulary_of_another_trunk_is_refused(trunk):
+    head = new_head(trunk, vocabulary=DraftVocabulary([1, 2], VOCAB + 1))
+    with pytest.raises(ModelError, match=str(VOCAB + 1)):
+        attach_head(trunk, head)
 
 
 def test_the_order_of_the_halves_matters(trunk):
@@ -334,6 +380,16 @@ def test_q_is_the_law_each_draft_was_drawn_from(trunk, config):
         engine._round(sequence)
 
 
+def follows(tokens, drafts):
+    """The longest suffix that occurred in ``tokens``, and what followed it there the last time."""
+    whole = [*tokens, *drafts]
+    for n in range(len(COPY_BONUS), 0, -1):
+        for at in range(len(tokens) - 1, n - 1, -1):
+            if len(whole) >= n and tokens[at - n : at] == whole[-n:]:
+                return n, tokens[at]
+    return None
+
+
 def assert_laws_of_the_head(trunk, attached, sequence, draft, config):
     """Recompute every q from scratch with the reference law."""
     tokens = sequence.tokens
@@ -343,8 +399,12 @@ def assert_laws_of_the_head(trunk, attached, sequence, draft, config):
     output = tokens[sequence.prompt_length :]
     for i, q in enumerate(draft.q_rows):
         past = [*output, *draft.tokens[:i]]
+        logits = np.array(attached.logits(row)[0])
+        copied = follows(tokens, draft.tokens[:i])
+        if copied is not None:
+            logits[copied[1]] += COPY_BONUS[copied[0] - 1]
         want = distribution_from_logits(
-            np.asarray(attached.logits(row)[0]),
+            logits,
             config,
             token_counts={t: past.count(t) for t in past},
             prompt_ids=tokens[: sequence.prompt_length],

@@ -25,7 +25,7 @@ from mtplx.head_file import read_head
 SEEDS = [Seed("and the other"), Seed("on the ", stem=True)]
 DATA = DataPlan(seed=5, shards=2, rows=12, length=40, levels=(1,), streams=2, style=Style(bare=0.3))
 PLAN = TrainPlan(
-    seed=5, steps=8, rows=6, window=24, depth=3, unroll_from=0.5, levels=(1,), vocabulary=160,
+    seed=5, steps=8, rows=6, window=24, depth=3, second=0.5, levels=(1,), vocabulary=160,
     core=64, drawn=48, check_every=4, warmup=2,
 )  # fmt: skip
 

@@ -10,7 +10,7 @@ from tiny import tiny_config
 
 from mtplx.draft_vocabulary import DraftVocabulary
 from mtplx.families import family_of
-from mtplx.forge.objective import _exp, distillation, losses, rollout
+from mtplx.forge.objective import _exp, losses, objective, rollout
 from mtplx.mtp_patch import attach_head, new_head
 
 LEVELS = (1,)
@@ -65,22 +65,33 @@ def softmax(x):
     return weights / weights.sum(axis=-1, keepdims=True)
 
 
-def test_the_loss_its_gradient_and_the_acceptance():
+@pytest.mark.parametrize(("temperature", "share"), [(1.0, 0.0), (0.7, 0.0), (0.7, 2.0)])
+def test_the_loss_its_gradient_and_the_acceptance(temperature, share):
     random = np.random.default_rng(1)
-    z, t = 3 * random.standard_normal((2, 2, 3, 11))
-    q, p = softmax(z), softmax(t)
+    z, t = 2 * random.standard_normal((2, 2, 3, 11))
+    q, p = softmax(z / temperature), softmax(t / temperature)
     student, teacher = mx.array(z.astype(np.float32)), mx.array(t.astype(np.float32))
-    entropy, _, acceptance = distillation(student, teacher)
-    np.testing.assert_allclose(np.asarray(entropy), -(p * np.log(q)).sum(-1), rtol=3e-3)
-    np.testing.assert_allclose(np.asarray(acceptance), np.minimum(p, q).sum(-1), atol=3e-3)
+    compare = objective(temperature, share)
+    loss, _, acceptance = compare(student, teacher)
+    kept = np.minimum(p, q).sum(-1)
+    want = -(p * np.log(q)).sum(-1) + share * (1 - kept)
+    np.testing.assert_allclose(np.asarray(loss), want, rtol=4e-3)
+    np.testing.assert_allclose(np.asarray(acceptance), kept, atol=3e-3)
+
+    def plain(s):
+        q = mx.softmax(s / temperature, axis=-1)
+        kept = mx.minimum(mx.array(p.astype(np.float32)), q).sum(-1)
+        entropy = -(mx.array(p.astype(np.float32)) * mx.log(q)).sum(-1)
+        return ((entropy + share * (1 - kept)) * mx.array(weights)).sum()
+
     weights = random.random((2, 3)).astype(np.float32)
-    gradient = mx.grad(lambda s: (distillation(s, teacher)[0] * mx.array(weights)).sum())(student)
-    np.testing.assert_allclose(np.asarray(gradient), (q - p) * weights[..., None], atol=3e-3)
+    gradient = mx.grad(lambda s: (compare(s, teacher)[0] * mx.array(weights)).sum())(student)
+    np.testing.assert_allclose(np.asarray(gradient), np.asarray(mx.grad(plain)(student)), atol=4e-3)
 
 
 def test_a_perfect_student_has_acceptance_one_and_no_gradient():
     logits = mx.array(np.random.default_rng(2).standard_normal((1, 4, 7)).astype(np.float32))
-    _, gradient, acceptance = distillation(logits, logits)
+    _, gradient, acceptance = objective(0.7, 2.0)(logits, logits)
     np.testing.assert_allclose(np.asarray(acceptance), 1.0, atol=1e-6)
     np.testing.assert_allclose(np.asarray(gradient), 0.0, atol=1e-6)
 
@@ -93,7 +104,7 @@ def test_each_depth_is_compared_with_the_law_of_its_own_position(attached):
     output = attached.family.output_rows(attached.vocabulary.ids)
     weights = mx.zeros(tokens.shape)
     weights[:, 2] = 1.0  # only the law at position 2: depth j predicts it from row 2 - j
-    total, accepted, mass = losses(attached, features, tokens, weights, output, DEPTH)
+    total, accepted, mass = losses(attached, features, tokens, weights, output, DEPTH, objective())
     assert np.asarray(mass).tolist() == [2.0, 2.0, 0.0, 0.0]
     states = rollout(attached, features[:, :rows], tokens, DEPTH)
     teacher = softmax(np.asarray(features[:, 2, :size] @ output.T, dtype=np.float64))

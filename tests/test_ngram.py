@@ -9,6 +9,7 @@ from test_drafters import COPY, VOCAB, ngram
 
 from mtplx.distribution import SparseDistribution
 from mtplx.drafters import NgramDrafter, NoDrafter
+from mtplx.drafters.index import NgramIndex
 
 # --- n-grams ------------------------------------------------------------------------------------
 
@@ -85,3 +86,15 @@ def test_no_drafter_drafts_nothing():
     drafter = NoDrafter()
     drafter.observe([1, 1, 1, 1], None)
     assert drafter.propose(5, COPY).tokens == []
+
+
+def test_the_index_finds_what_followed_with_drafts_in_between():
+    index = NgramIndex(1, 3)
+    index.extend([5, 6, 7, 8, 6, 7])
+    assert index.find() == (2, 3)  # 6 7 was followed by 8
+    assert index.find([8]) == (3, 4)  # 6 7 8 by 6
+    assert index.find([8, 6]) == (3, 5)  # 7 8 6 by 7
+    assert index.find([9]) is None
+    assert index.find([9, 5]) == (1, 1)
+    assert NgramIndex(1, 3).find() is None
+    assert NgramIndex(1, 3).find([4]) is None

@@ -33,14 +33,14 @@ class Proposal:
     """What a drafter may use to draw tokens.
 
     law: (logits (vocab,), drafts so far, the ids that the logits are of, or None for all) -> q,
-    processed as the target's p would be.
+    processed as the target's p would be; None where nothing can be drafted.
     draw: (offset in the block, q) -> token id, by the request's randomness.
     vocab_size: of the trunk.
     more: q(x) of each token placed in this block so far -> whether a drafter that draws is to draw
     another one. It is asked before every draw, and before what a draw costs is spent.
     """
 
-    law: Callable[[mx.array, Sequence[int], DraftVocabulary | None], SparseDistribution]
+    law: Callable[[mx.array, Sequence[int], DraftVocabulary | None], SparseDistribution | None]
     draw: Callable[[int, SparseDistribution], int]
     vocab_size: int
     more: Callable[[Sequence[float]], bool] = _always

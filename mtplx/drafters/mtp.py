@@ -11,12 +11,19 @@ from ..distribution import SparseDistribution
 from ..errors import StateError
 from ..mtp_patch import AttachedHead
 from .base import Draft, Proposal
+from .index import NgramIndex
 
 _CHUNK = 512
+# By how much the logit of the token that followed there is raised where the latest 1, 2, ... tokens
+# occurred before: what brought the head of SmolLM2-135M most acceptance on text of its own.
+COPY_BONUS = (0.5, 2.5, 4.0, 5.0, 5.0)
 
 
 class MTPDrafter:
-    """Applies the head recursively.
+    """Applies the head recursively, with a bonus for what repeats itself.
+
+    A small head sees that a text repeats itself later than a look at the text does: the token that
+    followed the latest occurrence of the latest tokens gets a bonus before q is computed.
 
     The head's cache holds one row a committed token but the last, (hidden i, token i + 1), each
     written once, from the trunk's hidden state. Rows of deeper steps are dropped when a proposal
@@ -26,14 +33,20 @@ class MTPDrafter:
     name = "mtp"
     needs_hidden = True
 
-    def __init__(self, attached: AttachedHead):
+    def __init__(self, attached: AttachedHead, copy_bonus: Sequence[float] = COPY_BONUS):
         self.attached = attached
         self.cache = attached.new_cache()
-        self.tokens: list[int] = []
+        self.copy_bonus = copy_bonus
+        self._index = NgramIndex(1, len(copy_bonus))
         # The trunk's features (n, F) of rows that the cache does not hold yet.
         self._pending: list[mx.array] = []
         # The head's hidden state (1, D) of the last committed row.
         self._last: mx.array | None = None
+
+    @property
+    def tokens(self) -> list[int]:
+        """The committed tokens."""
+        return self._index.tokens
 
     @property
     def rows(self) -> int:
@@ -42,7 +55,7 @@ class MTPDrafter:
 
     def observe(self, tokens: Sequence[int], hidden: mx.array | None) -> None:
         """Keep tokens, and hidden states until the next proposal feeds them to the head."""
-        self.tokens.extend(int(token) for token in tokens)
+        self._index.extend(tokens)
         if hidden is not None and hidden.shape[0]:
             self._pending.append(hidden)
 
@@ -63,8 +76,10 @@ class MTPDrafter:
         confidences: list[float] = []
         try:
             while True:
-                logits = self.attached.logits(hidden)[-1]
+                logits = self._raised(self.attached.logits(hidden)[-1], tokens)
                 q = proposal.law(logits, tokens, self.attached.vocabulary)
+                if q is None:
+                    return Draft(tokens, q_rows, self.name)
                 tokens.append(proposal.draw(len(tokens), q))
                 q_rows.append(q)
                 confidences.append(q.probability(tokens[-1]))
@@ -73,6 +88,16 @@ class MTPDrafter:
                 hidden = self.attached.forward(hidden, mx.array(tokens[-1:]), self.cache)
         finally:
             self.cache.trim(self.rows - committed)
+
+    def _raised(self, logits: mx.array, drafts: Sequence[int]) -> mx.array:
+        """Logits (V,) of the draft ids, with the bonus of the token that a copy would give."""
+        found = self._index.find(drafts)
+        if found is None:
+            return logits
+        length, at = found
+        token, vocabulary = self.tokens[at], self.attached.vocabulary
+        place = token if vocabulary is None else vocabulary.place(token)
+        return logits if place is None else logits.at[place].add(self.copy_bonus[length - 1])
 
     def _feed_committed(self) -> None:
         """Write the rows that are new; none are if a proposal is asked for twice."""

@@ -13,6 +13,7 @@ import mlx.core as mx
 
 from ..distribution import SparseDistribution
 from .base import Draft, Proposal
+from .index import NgramIndex
 
 
 @dataclass(frozen=True)
@@ -35,20 +36,12 @@ class NgramDrafter:
     needs_hidden = False
 
     def __init__(self, *, longest: int = 5, shortest: int = 2, per_token: int = 3):
-        self.longest = longest
-        self.shortest = shortest
+        self.index = NgramIndex(shortest, longest)
         self.per_token = per_token
-        self.tokens: list[int] = []
-        # n-gram -> index of the token that followed its latest occurrence
-        self._next: dict[tuple[int, ...], int] = {}
 
     def observe(self, tokens: Sequence[int], hidden: mx.array | None) -> None:
         """Index the n-grams that the new tokens follow."""
-        for token in tokens:
-            here = len(self.tokens)
-            for n in range(self.shortest, min(self.longest, here) + 1):
-                self._next[tuple(self.tokens[here - n :])] = here
-            self.tokens.append(int(token))
+        self.index.extend(tokens)
 
     def propose(self, depth: int, proposal: Proposal) -> Draft:
         """Copy on from the best match."""
@@ -60,17 +53,17 @@ class NgramDrafter:
 
     def match(self, most: int) -> Match | None:
         """The best match, with at most so many tokens to copy from it."""
-        for n in range(min(self.longest, len(self.tokens)), self.shortest - 1, -1):
-            at = self._next.get(tuple(self.tokens[-n:]))
-            if at is not None:
-                most = min(most, self.per_token * (n - self.shortest + 1))
-                return Match(n, self._copied(at, most))
-        return None
+        found = self.index.find()
+        if found is None:
+            return None
+        length, at = found
+        most = min(most, self.per_token * (length - self.index.shortest + 1))
+        return Match(length, self._copied(at, most))
 
     def _copied(self, at: int, count: int) -> list[int]:
         """A copy may run into its own drafts and repeat."""
-        known = len(self.tokens)
+        known = self.index.tokens
         drafts: list[int] = []
         for i in range(at, at + count):
-            drafts.append(self.tokens[i] if i < known else drafts[i - known])
+            drafts.append(known[i] if i < len(known) else drafts[i - len(known)])
         return drafts

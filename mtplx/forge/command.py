@@ -21,7 +21,7 @@ class Request:
     out: Path
     prompts: tuple[Path, ...] = ()
     shards: int = 3
-    steps: int = 2200
+    steps: int = 1400
     depth: int = 3
     vocabulary: int = 16384
     seed: int = 0

@@ -8,6 +8,7 @@ embedding of token t + j, and attends to the committed rows up to t and to the r
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import mlx.core as mx
@@ -82,26 +83,36 @@ def _softmax(logits: mx.array) -> tuple[mx.array, mx.array]:
     return weights * (1 / total), (highest + mx.log(total))[..., 0]
 
 
-@mx.custom_function
-def distillation(student: mx.array, teacher: mx.array) -> tuple[mx.array, mx.array, mx.array]:
-    """Cross-entropy (B, R) of the student's law to the teacher's, from logits (B, R, V).
+@cache
+def objective(temperature: float = 1.0, acceptance: float = 0.0) -> Any:
+    """A loss of student and teacher logits (B, R, V), with a gradient of its own.
 
-    Also its gradient, (B, R, V), and the acceptance sum_v min(p, q), (B, R), 1 minus the total
-    variation: how often a draft of this law would be kept. The teacher gets no gradient.
+    Both laws are taken at ``temperature``. The function gives (B, R) the cross-entropy of the
+    student's law q to the teacher's p, plus ``acceptance`` times 1 - A; its gradient (B, R, V); and
+    A = sum_v min(p, q), (B, R), 1 minus the total variation: how often a draft from q is kept. To
+    raise A itself serves a head too small to meet p everywhere. The teacher gets no gradient.
     """
-    q, log_total = _softmax(student)
-    p, _ = _softmax(teacher)
-    entropy = log_total - (p * student).sum(axis=-1)
-    return entropy, q - p, mx.minimum(p, q).sum(axis=-1)
 
+    @mx.custom_function
+    def loss(student: mx.array, teacher: mx.array) -> tuple[mx.array, mx.array, mx.array]:
+        z = student * (1 / temperature)
+        q, log_total = _softmax(z)
+        p, _ = _softmax(teacher * (1 / temperature))
+        entropy = log_total - (p * z).sum(axis=-1)
+        kept = mx.minimum(p, q).sum(axis=-1)
+        if not acceptance:
+            return entropy, (q - p) * (1 / temperature), kept
+        # dA/dz = q (s - sum q s), s = 1 where q < p
+        rising = q * (q < p)
+        slope = rising - q * rising.sum(axis=-1, keepdims=True)
+        gradient = (q - p - acceptance * slope) * (1 / temperature)
+        return entropy + acceptance * (1 - kept), gradient, kept
 
-@distillation.vjp
-def _distillation_vjp(primals: Any, cotangents: Any, outputs: Any) -> tuple[mx.array, mx.array]:
-    _, teacher = primals
-    return cotangents[0][..., None] * outputs[1], mx.zeros_like(teacher)
+    @loss.vjp
+    def _vjp(primals: Any, cotangents: Any, outputs: Any) -> tuple[mx.array, mx.array]:
+        return cotangents[0][..., None] * outputs[1], mx.zeros_like(primals[1])
 
-
-compare: Any = distillation  # MLX types a custom function as giving an object
+    return loss
 
 
 def losses(
@@ -111,12 +122,13 @@ def losses(
     weights: mx.array,
     output: mx.array,
     depth: int,
+    compare: Any,
 ) -> tuple[mx.array, mx.array, mx.array]:
     """Summed loss, and by depth the weighted acceptance (depth,) and the weight (depth,).
 
     features: (B, R + depth, F), tokens: (B, R + depth).  weights: (B, R + depth), of the trunk's
     law at each position, which depth j of row t is to predict at t + j.  output: (V, D), the rows
-    of the trunk's output head for the ids that both laws are taken on.
+    of the trunk's output head for the ids that both laws are taken on.  compare: an ``objective``.
     """
     rows = features.shape[1] - depth
     states = rollout(attached, features[:, :rows], tokens, depth)
@@ -124,9 +136,9 @@ def losses(
     for j, state in enumerate(states, 1):
         final = features[:, j : j + rows, : state.shape[-1]]
         teacher = mx.stop_gradient(final.astype(output.dtype) @ output.T)
-        entropy, _, acceptance = compare(state @ output.T, teacher)
+        loss, _, acceptance = compare(state @ output.T, teacher)
         weight = weights[:, j : j + rows]
-        total = total + (entropy * weight).sum()
+        total = total + (loss * weight).sum()
         accepted.append((acceptance * weight).sum())
         mass.append(weight.sum())
     return total, mx.stop_gradient(mx.stack(accepted)), mx.stack(mass)

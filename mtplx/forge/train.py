@@ -25,7 +25,7 @@ from ..errors import ModelFileError, RequestError
 from ..load import Bundle, to_float32
 from ..mtp_patch import MTPHead, attach_head, headed_family, new_head
 from .data import Batch, Data
-from .objective import losses
+from .objective import losses, objective
 from .streams import shares
 from .vocabulary import StepVocabulary, ranked
 
@@ -35,22 +35,25 @@ class TrainPlan:
     """What the weights are a function of, besides trunk and data.
 
     rows, window: of a batch, in sequences and draft rows of each.  depth: draft steps unrolled from
-    step ``unroll_from`` * steps on; one before.  matrix_rate, vector_rate: learning rates of Muon
-    and AdamW, rising over ``warmup`` steps and falling linearly to 0 over the last ``decay`` share.
+    step ``second`` * steps on, with the ``objective`` of ``temperature`` and ``acceptance``; before,
+    one step and plain cross-entropy.  matrix_rate, vector_rate: learning rates of Muon and AdamW,
+    rising over ``warmup`` steps and falling linearly to 0 over the last ``decay`` share.
     vocabulary: how many ids to draft from, the most frequent of the data; 0 is all.  core, drawn:
     of those, how many a step compares the laws on: the most frequent, and some of the others.
     """
 
     seed: int = 0
-    steps: int = 2200
+    steps: int = 1400
     rows: int = 12
     window: int = 128
     depth: int = 3
-    unroll_from: float = 0.7
+    second: float = 0.5
+    temperature: float = 0.7
+    acceptance: float = 2.0
     matrix_rate: float = 0.06
     vector_rate: float = 1e-3
     warmup: int = 40
-    decay: float = 0.6
+    decay: float = 0.5
     vocabulary: int = 16384
     core: int = 3072
     drawn: int = 3072
@@ -60,7 +63,13 @@ class TrainPlan:
 
     def depth_at(self, step: int) -> int:
         """Draft steps unrolled in a step."""
-        return self.depth if step >= self.unroll_from * self.steps else 1
+        return self.depth if step >= self.second * self.steps else 1
+
+    def objective_at(self, step: int) -> Any:
+        """What a step minimises."""
+        if step >= self.second * self.steps:
+            return objective(self.temperature, self.acceptance)
+        return objective()
 
     def rate_at(self, step: int) -> float:
         """The share of the learning rates that a step takes."""
@@ -142,12 +151,13 @@ class Trainer:
     def _gradients(self, batch: Batch, depth: int) -> tuple[mx.array, Any]:
         """Mean loss of a batch and its gradient, the sequences shared between the streams."""
         weight = batch.weights[:, 1:].sum() * depth + 1e-6
+        compare = self.plan.objective_at(self.step)
         output = self.attached.family.output_rows(self._ids.ids(self.step))
         mx.eval(weight, output)
 
         def loss_of(part: Batch) -> mx.array:
             parts = (part.features, part.tokens, part.weights, output)
-            return losses(self.attached, *parts, depth)[0] / weight
+            return losses(self.attached, *parts, depth, compare)[0] / weight
 
         found = []
         for stream, share in zip(
@@ -164,9 +174,8 @@ class Trainer:
     def _check(self) -> None:
         depth = self.plan.depth
         batch = self.data.check(min(self.plan.window + depth, self.data.length))
-        total, accepted, mass = losses(
-            self.attached, batch.features, batch.tokens, batch.weights, self._all_rows, depth
-        )
+        parts = (batch.features, batch.tokens, batch.weights, self._all_rows)
+        total, accepted, mass = losses(self.attached, *parts, depth, objective())
         mx.eval(total, accepted, mass)
         loss, count = self._sums
         self.log.append(
