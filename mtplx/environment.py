@@ -1,4 +1,4 @@
-"""What figures were measured with: the machine and the versions of packages."""
+"""What surrounds the package: machine, versions, and what plots are drawn with."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ import os
 import platform
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Any
 
 from .blas import describe, thread_count
+from .errors import MtplxError
 
 _PACKAGES = ("mtplx", "mtplx-kernels", "mlx", "mlx-lm", "numpy", "scipy-openblas32")
 
@@ -32,6 +34,15 @@ def machine() -> dict[str, str]:
         "threads": str(thread_count()),
         "blas": describe(),
     }
+
+
+def figure_class() -> Any:
+    """Matplotlib's ``Figure``; ``MtplxError`` naming the extra where it is not installed."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as e:
+        raise MtplxError("a plot needs matplotlib: pip install 'mtplx[forge]'") from e
+    return Figure
 
 
 def _processor() -> str:

@@ -7,9 +7,9 @@ all, or none that cuts much of a flat row, the float32 row goes to the host whol
 
 Logits of any float type are taken as float32. Bias and penalties are applied there in float32, and
 the mass of the vocabulary, which only top-p and min-p thresholds see, is summed in float32 in three
-levels, or on a CPU in float64 of float32 terms: with the same uniform the token is the reference's, save for near-ties within 2e-6 of a
-cumulative threshold, and save for tokens at the top-k cut-off whose logits bias or penalties have
-made equal up to float32 rounding.
+levels, or on a CPU in float64 of float32 terms: with the same uniform the token is the reference's,
+save for near-ties within 2e-6 of a cumulative threshold, and save for tokens at the top-k cut-off
+whose logits bias or penalties have made equal up to float32 rounding.
 """
 
 from __future__ import annotations

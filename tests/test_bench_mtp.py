@@ -152,7 +152,7 @@ def test_a_plot_needs_matplotlib_and_a_place_and_says_so_first(bundle, monkeypat
         patch.setitem(sys.modules, "matplotlib.figure", None)
         with pytest.raises(MtplxError, match=r"mtplx\[forge\]"):
             run("exactness", bundle, plot=tmp_path / "x.png")
-    monkeypatch.setattr(exactness, "_figure_class", lambda: None)
+    monkeypatch.setattr(exactness, "figure_class", lambda: None)
     with pytest.raises(RequestError, match="no directory"):
         run("exactness", bundle, plot=tmp_path / "none" / "x.png")
 

@@ -141,7 +141,7 @@ def test_overhead_is_what_the_forwards_do_not_take(bundle, monkeypatch):
         return measure._round_overhead(Way(bundle, "mtp", 3), ["a"], 5, lambda _: None)
 
     with monkeypatch.context() as patch:
-        patch.setattr(History, "law_after", slowed(History.law_after))
+        patch.setattr(History, "draft_law", slowed(History.draft_law))
         assert overhead() > 0.5
     monkeypatch.setattr(AttachedHead, "forward", slowed(AttachedHead.forward))
     assert overhead() < 0.5

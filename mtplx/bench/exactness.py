@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from .. import heldout
-from ..errors import MtplxError, RequestError
+from ..environment import figure_class
+from ..errors import RequestError
 from ..load import Bundle
 from ..measure import Way, label, side_by_side, summed
 from ..progress import steps
@@ -50,7 +50,7 @@ class Grid(Report):
     def plot(self, path: Path) -> None:
         """Acceptance, acceptance length and speed over T, a line for every top-p, as a PNG."""
         shown = [name for name in _SHOWN if name != "tokens_per_second"]
-        figure = _figure_class()(figsize=(12, 3.6), layout="constrained")
+        figure = figure_class()(figsize=(12, 3.6), layout="constrained")
         for axes, name in zip(figure.subplots(1, len(shown)), shown, strict=True):
             for p in TOP_P:
                 values = [self.figures[_key(name, t, p)] for t in TEMPERATURES]
@@ -61,18 +61,10 @@ class Grid(Report):
         figure.savefig(path, dpi=150, format="png")
 
 
-def _figure_class() -> Any:
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as e:
-        raise MtplxError("a plot needs matplotlib: pip install 'mtplx[forge]'") from e
-    return Figure
-
-
 def run(bundle: Bundle, *, plot: Path | None = None) -> Grid:
     """Every point, with drafts and without, side by side on the same prompts."""
     if plot is not None:
-        _figure_class()
+        figure_class()
         if not plot.parent.is_dir():
             raise RequestError(f"--plot: there is no directory {plot.parent}")
     prompts = [text for name in heldout.SOURCES for text in heldout.chosen(name, _EACH)]

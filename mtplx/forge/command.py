@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ..blas import activate
+from ..environment import figure_class
 from ..errors import RequestError
 from ..fetch import known
 
@@ -53,6 +54,7 @@ def train(request: Request) -> bool:
     from .streams import stream_count
     from .train import TrainPlan
 
+    figure_class()  # what the end needs is asked for at the start
     for path in request.prompts:
         if not path.is_file():
             raise RequestError(f"--prompts {path}: there is no such file")

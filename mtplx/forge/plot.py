@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..errors import MtplxError
+from ..environment import figure_class
 from ..provenance import replacing
 
 
@@ -15,13 +15,7 @@ def plot_training(log: Sequence[Mapping[str, Any]], path: Path) -> None:
 
     Raises ``MtplxError`` where matplotlib is not installed.
     """
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError as e:
-        raise MtplxError("a plot needs matplotlib: pip install 'mtplx[forge]'") from e
-    figure = Figure(figsize=(12, 5), dpi=100, layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = figure_class()(figsize=(12, 5), dpi=100, layout="constrained")
     losses, acceptances = figure.subplots(1, 2)
     steps = [entry["step"] for entry in log]
     for key in ("training_loss", "held_out_loss"):

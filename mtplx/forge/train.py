@@ -35,9 +35,9 @@ class TrainPlan:
     """What the weights are a function of, besides trunk and data.
 
     rows, window: of a batch, in sequences and draft rows of each.  depth: draft steps unrolled from
-    step ``second`` * steps on, with the ``objective`` of ``temperature`` and ``acceptance``; before,
-    one step and plain cross-entropy.  matrix_rate, vector_rate: learning rates of Muon and AdamW,
-    rising over ``warmup`` steps and falling linearly to 0 over the last ``decay`` share.
+    step ``second`` * steps on, with the ``objective`` of ``temperature`` and ``acceptance``;
+    before, one step and plain cross-entropy.  matrix_rate, vector_rate: learning rates of Muon and
+    AdamW, rising over ``warmup`` steps, falling linearly to 0 over the last ``decay`` share.
     vocabulary: how many ids to draft from, the most frequent of the data; 0 is all.  core, drawn:
     of those, how many a step compares the laws on: the most frequent, and some of the others.
     """
