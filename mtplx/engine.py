@@ -63,7 +63,7 @@ class Engine:
                     self._run_ahead(sequence, logits)
                 mx.eval(logits)
             with _timed(stats, "other_seconds"):
-                with mx.stream(_law_stream(mx.default_device())):
+                with mx.stream(_law_stream(str(mx.default_device()))):
                     p_rows = sequence.history.laws(logits, draft.tokens)
                 verdict = verify(
                     sequence.rule,
@@ -121,9 +121,13 @@ class Engine:
 
 
 @cache
-def _law_stream(device: mx.Device) -> mx.ThreadLocalStream:
-    """A stream for the law: it need not wait for a forward that was started ahead."""
-    return mx.new_thread_local_stream(device)
+def _law_stream(device: str) -> mx.ThreadLocalStream:
+    """A stream of the default device for the law: it need not wait for a forward started ahead.
+
+    device: its name, by which there is one stream each: a ``mx.Device`` has no hash of its value,
+    and a stream is a thread.
+    """
+    return mx.new_thread_local_stream(mx.default_device())
 
 
 def _check_whole(sequence: Sequence) -> None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import mlx.core as mx
 import numpy as np
 import pytest
 from doubles import GREEDY, new_sequence, tiny_llama
 from mlx_lm.models.cache import QuantizedKVCache
 
+from mtplx import engine
 from mtplx.drafters import NoDrafter
 from mtplx.engine import Engine
 from mtplx.families import family_of
@@ -150,3 +153,15 @@ def test_the_engine_runs_ahead_only_where_the_guess_is_certain(config, monkeypat
         assert used == [False] + [True] * (rounds - 1)
         guesses = [int(np.asarray(guess)[0, 0]) for guess in seen]
         assert guesses == sequence.tokens[3 : 3 + len(guesses)]
+
+
+def test_rounds_make_no_streams_of_their_own(monkeypatch):
+    """On a CPU a stream is a thread that never ends."""
+    made = []
+    monkeypatch.setattr(engine, "_law_stream", cache(engine._law_stream.__wrapped__))
+    new = mx.new_thread_local_stream
+    monkeypatch.setattr(mx, "new_thread_local_stream", lambda d: made.append(d) or new(d))
+    sequence = new_sequence(tiny_llama(1), [3, 1, 4], NoDrafter(), depth=0, max_tokens=12)
+    while sequence.finish_reason is None:
+        Engine(VOCABULARY).step([sequence])
+    assert len(made) == 1

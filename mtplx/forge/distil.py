@@ -22,7 +22,7 @@ from ..errors import ModelError
 from ..families import family_of
 from ..load import Bundle
 from .conversation import Layout, Row, Seed, Style
-from .streams import shares
+from .streams import queues, shares
 
 
 @dataclass(frozen=True)
@@ -112,8 +112,8 @@ def _write(
     tokens = np.zeros((plan.rows, plan.length), np.int32)
     kinds = np.zeros((plan.rows, plan.length), np.uint8)
     groups = [
-        _Group(bundle, plan, rows[part], tokens[part], kinds[part])
-        for part in shares(plan.rows, plan.streams)
+        _Group(bundle, plan, stream, rows[part], tokens[part], kinds[part])
+        for stream, part in zip(queues(plan.streams), shares(plan.rows, plan.streams), strict=False)
     ]
     for at in range(plan.length):
         for group in groups:
@@ -134,13 +134,14 @@ class _Group:
         self,
         bundle: Bundle,
         plan: DataPlan,
+        stream: mx.Stream,
         rows: Sequence[Row],
         tokens: np.ndarray,
         kinds: np.ndarray,
     ):
         self._family = family_of(bundle.trunk, plan.levels)
         self._cache: list[Any] = make_prompt_cache(bundle.trunk)
-        self._stream = mx.new_stream(mx.default_device())
+        self._stream = stream
         self._rows, self._tokens, self._kinds = rows, tokens, kinds
         self._logits = np.zeros((len(rows), 1), np.float32)  # the first token is given
         self.features = np.zeros((len(rows), plan.length, 0), np.float16)

@@ -6,6 +6,7 @@ On a CPU, MLX multiplies on several cores and does everything else on one: two q
 from __future__ import annotations
 
 import os
+from functools import cache
 from itertools import pairwise
 
 import mlx.core as mx
@@ -15,6 +16,12 @@ def stream_count() -> int:
     """How many queues pay on the default device."""
     cpu = mx.default_device().type == mx.DeviceType.cpu
     return 2 if cpu and (os.cpu_count() or 1) > 1 else 1
+
+
+@cache
+def queues(count: int) -> tuple[mx.Stream, ...]:
+    """So many queues, the same ones each time: on a CPU each is a thread that never ends."""
+    return tuple(mx.new_stream(mx.default_device()) for _ in range(count))
 
 
 def shares(count: int, parts: int) -> list[slice]:

@@ -26,7 +26,7 @@ from ..load import Bundle, to_float32
 from ..mtp_patch import MTPHead, attach_head, headed_family, new_head
 from .data import Batch, Data
 from .objective import losses, objective
-from .streams import shares
+from .streams import queues, shares
 from .vocabulary import StepVocabulary, ranked
 
 
@@ -113,7 +113,6 @@ class Trainer:
         self.log: list[dict[str, Any]] = []
         self._optimiser = _optimiser()
         self._optimiser.init(self.head.trainable_parameters())
-        self._streams = [mx.new_stream(mx.default_device()) for _ in range(plan.streams)]
         self.seconds = 0.0
         self._sums = np.zeros(2)
 
@@ -159,10 +158,8 @@ class Trainer:
             parts = (part.features, part.tokens, part.weights, output)
             return losses(self.attached, *parts, depth, compare)[0] / weight
 
-        found = []
-        for stream, share in zip(
-            self._streams, shares(batch.tokens.shape[0], len(self._streams)), strict=False
-        ):
+        found, count = [], self.plan.streams
+        for stream, share in zip(queues(count), shares(len(batch.tokens), count), strict=False):
             with mx.stream(stream):
                 found.append(nn.value_and_grad(self.head, loss_of)(batch.part(share)))
         mx.eval(found)  # one call for all: only then do the streams run side by side
