@@ -61,8 +61,13 @@ def measure(bundle: Bundle, progress: Callable[[], None] = lambda: None) -> Cost
             column.append(call())
     found = [median(column[1:]) for column in seconds]
     forward = np.interp(range(1, ROWS[-1] + 1), ROWS, found[: len(ROWS)])
-    one, several = found[len(ROWS) :] or (0.0, 0.0)
-    return Costs(tuple(forward.tolist()), max(several - one, 0.0) / (_DRAFTS - 1))
+    draft = 0.0
+    if bundle.attached is not None:
+        one, several = found[len(ROWS) :]
+        draft = (several - one) / (_DRAFTS - 1)
+        if draft <= 0:
+            raise MtplxError("a draft took no time at all: the machine is too busy, run it again")
+    return Costs(tuple(forward.tolist()), draft)
 
 
 def _context(bundle: Bundle) -> list[int]:
@@ -120,7 +125,7 @@ def in_force(bundle: Bundle) -> tuple[Costs, dict[str, Any]]:
     note = {}
     try:
         found = stored(bundle)
-    except MtplxError as e:
+    except (MtplxError, OSError) as e:  # costs only decide about speed
         found, note = None, {"note": str(e)}
     costs = (found or DEFAULT_COSTS).relative()
     source = "default" if found is None else "tuned"

@@ -8,7 +8,8 @@ while the tokens that can still be gained exceed r times the cost that is added.
 for S, and for r the highest rate of a fixed K that they predict.
 
 A depth is exact if it depends on committed history, on drafts already placed in the block, on their
-q and on earlier rounds, never on a token that is then thrown away. Nothing here reads a clock: with
+q and on earlier rounds (rejected drafts of these and their q among them), never on a token of this
+round that is then thrown away. Nothing here reads a clock: with
 equal costs and an equal seed, depths are equal.
 """
 
@@ -157,8 +158,9 @@ class AdaptiveDepth:
         Drafts behind the first rejection have not been judged and are not counted.
         """
         self.rounds += 1
-        for counts in (self._positions, *self._cells):
-            counts.fade()
+        if confidences:  # else the little that rare probes tell would be forgotten between them
+            for counts in (self._positions, *self._cells):
+                counts.fade()
         for i, confidence in enumerate(confidences[: accepted + 1]):
             self._positions.count(_place(i), i < accepted)
             self._cells[_place(i)].count(bisect(EDGES, confidence), i < accepted)

@@ -159,7 +159,8 @@ def _host_mass(row: NDArray[np.float32], highest: np.float32, temperature: float
 
     NumPy's float32 exp takes 1 ns a number there, MLX's 17.
     """
-    weights = (row - highest) / np.float32(temperature)
+    with np.errstate(over="ignore"):  # a bias of -1e38 may become -inf: its weight is 0 either way
+        weights = (row - highest) / np.float32(temperature)
     return float(np.exp(weights, out=weights).sum(dtype=np.float64))
 
 

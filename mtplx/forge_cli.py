@@ -46,7 +46,7 @@ def train(
     seed: Annotated[int, typer.Option(min=0, help="Of data and training.")] = 0,
     pause_after: Annotated[
         float | None,
-        typer.Option(min=0, help="Stop after so many minutes; the same command goes on."),
+        typer.Option(min=0, help="Stop after so many minutes, exit code 75; run it again."),
     ] = None,
     each: Each = 12,
     base_model: Annotated[
@@ -67,6 +67,7 @@ def train(
             print(out)
         else:
             note(f"paused: the same command goes on from {out / 'work'}")
+            raise typer.Exit(75)  # as sysexits.h has it: try again
 
 
 @app.command("eval")
@@ -75,15 +76,12 @@ def evaluate(
     model: Annotated[str, typer.Option("--model", "-m", help="Its trunk.")] = DEFAULT_MODEL,
     each: Each = 12,
     tokens: Annotated[int, typer.Option(min=2, help="Of each output.")] = 64,
-    any_trunk: Annotated[
-        bool, typer.Option("--any-trunk", help="Measure it on another trunk than its own.")
-    ] = False,
 ) -> None:
     """Measure a head against plain decoding; writes measurement.json and the card."""
     with reported():
         from .forge.command import evaluate as run
 
-        print_json(run(folder, model, each=each, tokens=tokens, any_trunk=any_trunk)["figures"])
+        print_json(run(folder, model, each=each, tokens=tokens)["figures"])
 
 
 @app.command()

@@ -38,8 +38,9 @@ SHIPPED = Path(__file__).parent / "heads"
 class HeadConfig:
     """What ``mtp_config.json`` says.
 
-    draft_ids: how many ids it drafts from, None for all.  trunk: {"bytes", "sha256"} of the trunk's
-    weight files by name.  sha256: of ``mtp.safetensors``.  mtplx: the version that wrote it.
+    copy_bonus: see ``MTPHead``.  draft_ids: how many ids it drafts from, None for all.  trunk:
+    {"bytes", "sha256"} of the trunk's weight files by name.  sha256: of ``mtp.safetensors``.
+    mtplx: the version that wrote it.
     """
 
     model_type: str
@@ -48,6 +49,7 @@ class HeadConfig:
     norm_eps: float
     embedding_first: bool
     levels: tuple[int, ...]
+    copy_bonus: tuple[float, ...]
     draft_ids: int | None
     trunk: Mapping[str, Mapping[str, Any]]
     sha256: str
@@ -98,6 +100,9 @@ _IS_RIGHT: dict[str, Callable[[Any], bool]] = {
     "norm_eps": lambda v: type(v) in (int, float) and 0 <= v < 1,
     "embedding_first": lambda v: isinstance(v, bool),
     "levels": lambda v: isinstance(v, list) and all(map(_is_size, v)) and len(set(v)) == len(v),
+    "copy_bonus": lambda v: (
+        isinstance(v, list) and all(type(x) is float and 0 <= x < 99 for x in v)
+    ),
     "draft_ids": lambda v: v is None or _is_size(v),
     "trunk": _is_trunk,
     "sha256": is_sha256,
@@ -118,7 +123,8 @@ def read_config(folder: Path) -> HeadConfig:
     for key, is_right in _IS_RIGHT.items():
         if not is_right(config[key]):
             raise ModelFileError(f"{file}: {key} cannot be {config[key]!r}", path=file)
-    return HeadConfig(**config | {"levels": tuple(config["levels"])})
+    lists = {key: tuple(config[key]) for key in ("levels", "copy_bonus")}
+    return HeadConfig(**config | lists)
 
 
 def write_head(folder: Path, head: MTPHead, trunk: Any, provenance: Provenance) -> None:
@@ -149,6 +155,7 @@ def write_head(folder: Path, head: MTPHead, trunk: Any, provenance: Provenance) 
         "norm_eps": head.norm.eps,
         "embedding_first": head.embedding_first,
         "levels": list(head.levels),
+        "copy_bonus": list(map(float, head.copy_bonus)),
         "draft_ids": None if vocabulary is None else len(vocabulary.ids),
         "trunk": {
             file.name: {"bytes": file.stat().st_size, "sha256": provenance.sha256[file.name]}
@@ -194,6 +201,7 @@ def read_head(
     head = MTPHead(
         config.hidden_size, config.norm_eps, family.new_layer(),
         embedding_first=config.embedding_first, levels=config.levels,
+        copy_bonus=config.copy_bonus,
     )  # fmt: skip
     _check_tensors(file, config, head)
     if fetch.file_sha256(file) != config.sha256:

@@ -51,12 +51,22 @@ def prompts(name: str) -> list[str]:
 
     Raises ``RequestError`` for another name, and ``FetchError``.
     """
+    return [_message(entry) for entry in _entries(name)]
+
+
+def texts(name: str) -> list[str]:
+    """All that nothing may be trained on: the messages, and MT-bench's second turns."""
+    later = [str(turn) for entry in _entries(name) for turn in entry.get("turns", [])[1:]]
+    return prompts(name) + later
+
+
+def _entries(name: str) -> list[dict[str, Any]]:
     if name not in SOURCES:
         raise RequestError(f"no held-out prompts {name!r}; there are {', '.join(SOURCES)}")
     path = obtain(SOURCES[name], verify=True)
     data = path.read_bytes()
     lines = (gzip.decompress(data) if path.suffix == ".gz" else data).splitlines()
-    return [_message(json.loads(line)) for line in lines]
+    return [json.loads(line) for line in lines]
 
 
 def _message(entry: dict[str, Any]) -> str:

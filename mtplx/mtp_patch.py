@@ -36,6 +36,8 @@ class MTPHead(nn.Module):
 
     embedding_first: whether ``fc`` reads [embedding; hidden] (the usual order) or the reverse; the
     trunk's layers ``levels`` come after both.  vocabulary: what it drafts from, None for all.
+    copy_bonus: by how much a drafter raises the logit of the token that followed where the latest
+    1, 2, ... tokens occurred before; empty for not at all.
     """
 
     def __init__(
@@ -47,6 +49,7 @@ class MTPHead(nn.Module):
         embedding_first: bool = True,
         levels: tuple[int, ...] = (),
         vocabulary: DraftVocabulary | None = None,
+        copy_bonus: tuple[float, ...] = (),
     ):
         super().__init__()
         self.enorm = nn.RMSNorm(size, eps=norm_eps)
@@ -57,6 +60,7 @@ class MTPHead(nn.Module):
         self.embedding_first = embedding_first
         self.levels = levels
         self.vocabulary = vocabulary
+        self.copy_bonus = copy_bonus
 
     def combine(self, embedding: mx.array, state: mx.array) -> mx.array:
         """What the layer reads, (B, L, D).
@@ -77,6 +81,7 @@ class AttachedHead:
         self.family = family
         self.head = head
         self.vocabulary = head.vocabulary
+        self.copy_bonus = head.copy_bonus
         self._rows = None if self.vocabulary is None else family.output_rows(self.vocabulary.ids)
 
     def new_cache(self) -> Any:

@@ -46,7 +46,7 @@ class Options:
         limits = {"max_tokens": (1, None), "seed": (0, 2**64 - 1), "depth": (0, MAX_DEPTH)}
         for name, (low, high) in limits.items():
             value = getattr(self, name)
-            if (name, str(value)) not in (("seed", "None"), ("depth", "auto")):
+            if not (value is None and name == "seed") and not (value == "auto" and name == "depth"):
                 object.__setattr__(self, name, _checked_integer(name, value, low, high))
         object.__setattr__(self, "stop", _checked_stops(self.stop))
         _check_choice("draft", self.draft, get_args(DraftSource))

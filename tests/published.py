@@ -13,7 +13,15 @@ from mtplx import head_file
 from mtplx.forge.card import write_card
 from mtplx.load import load
 
+HEAD = "12" * 32
+CONFIG: dict[str, Any] = {
+    "format": 1, "model_type": "llama", "hidden_size": 64, "vocab_size": 320, "norm_eps": 1e-5,
+    "embedding_first": True, "levels": [], "copy_bonus": [], "draft_ids": None,
+    "trunk": {"model.safetensors": {"bytes": 1, "sha256": "ef" * 32}}, "sha256": HEAD,
+    "mtplx": "0",
+}  # fmt: skip
 TRAINING: dict[str, Any] = {
+    "head": HEAD,
     "command": "mtplx forge train --seed 11 --out head",
     "license": "Apache-2.0",
     "base_model": "someone/tiny-llama",
@@ -38,6 +46,7 @@ TRAINING: dict[str, Any] = {
     ],
 }  # fmt: skip
 MEASUREMENT: dict[str, Any] = {
+    "head": HEAD,
     "figures": {"acceptance_length": 2.437, "speed_vs_ar": 1.683, "extra": None},
     "by_temperature": {
         t: {
@@ -63,8 +72,9 @@ def write_folder(root: Path) -> Path:
     folder = root / "head"
     bundle = load(tiny.write_directory(root / "trunk"))
     heads.write(folder, bundle, ids=range(64))
-    write_json(folder / "training.json", TRAINING)
-    write_json(folder / "measurement.json", MEASUREMENT)
+    head = {"head": head_file.read_config(folder).sha256}
+    write_json(folder / "training.json", TRAINING | head)
+    write_json(folder / "measurement.json", MEASUREMENT | head)
     (folder / "training.png").write_bytes(b"\x89PNG\r\n\x1a\n")
     write_card(folder)
     assert head_file.read_config(folder).draft_ids == 64

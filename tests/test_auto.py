@@ -54,7 +54,7 @@ class Attached:
         return state
 
     def logits(self, hidden):
-        return hidden
+        return mx.zeros((1, 8))
 
 
 def auto(costs=TIGHT, *, mtp=True, ngram=True, wrap=lambda drafter: drafter):

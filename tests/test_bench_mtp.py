@@ -72,7 +72,7 @@ def test_ratios_are_of_the_right_sides(bundle, monkeypatch):
     asked: list[tuple[str, str]] = []
 
     def side_by_side(ways, prompts, sampling, *, rule, **_):
-        speeds = {"1": 10.0, "2": 20.0, "3": 40.0, "4": 30.0, "auto": 36.0}
+        speeds = {"0": 9.0, "6": 8.0, "1": 10.0, "2": 20.0, "3": 40.0, "4": 30.0, "auto": 36.0}
         out = {}
         for name, way in ways.items():
             asked.append((way.draft, rule))
@@ -85,7 +85,7 @@ def test_ratios_are_of_the_right_sides(bundle, monkeypatch):
     found = mtp._depths(bundle, ["a"], lambda: None)
     assert found["auto_vs_best_fixed"] == pytest.approx(0.9)
     assert found["tokens_per_second_depth_3"] == 40.0
-    assert mtp._draft_vocabulary(bundle, ["a"], lambda: None) == pytest.approx(2.0)
+    assert mtp._without(bundle, "vocabulary", None, ["a"], lambda: None) == pytest.approx(2.0)
     assert bundle.head.vocabulary is not None
     assert set(asked) == {("mtp", "coupled")}
 
@@ -101,14 +101,15 @@ def test_all_ways_with_the_coupled_rule_write_the_same(bundle, monkeypatch):
     monkeypatch.setattr(mtp, "side_by_side", spy)
     monkeypatch.setattr(mtp, "_TOKENS", 8)
     mtp._depths(bundle, ["a", "b"], lambda: None)
-    mtp._draft_vocabulary(bundle, ["a", "b"], lambda: None)
+    mtp._without(bundle, "vocabulary", None, ["a", "b"], lambda: None)
     outputs = [[output.token_ids for output in way] for found in seen for way in found.values()]
-    assert len(outputs) == 7
+    assert len(outputs) == 9
     assert all(way == outputs[0] for way in outputs)
 
 
 def test_without_a_reduced_vocabulary_there_is_nothing_to_compare(bundle):
-    assert mtp._draft_vocabulary(replace(bundle, head=None), ["a"], lambda: None) is None
+    assert mtp._without(replace(bundle, head=None), "vocabulary", None, ["a"], lambda: None) is None
+    assert mtp._without(bundle, "copy_bonus", (), ["a"], lambda: None) is None
 
 
 def test_an_output_that_differs_is_counted_and_named(bundle):

@@ -23,6 +23,7 @@ from mtplx.forge.plot import plot_training
 def folder(tmp_path: Path) -> Path:
     published.write_json(tmp_path / "training.json", published.TRAINING)
     published.write_json(tmp_path / "measurement.json", published.MEASUREMENT)
+    published.write_json(tmp_path / "mtp_config.json", published.CONFIG)
     return tmp_path
 
 
@@ -76,7 +77,12 @@ def test_front_matter_and_instructions(folder: Path) -> None:
         "| machine: cores | 2 |",
     ):  # fmt: skip
         assert words in body, words
-    assert {p.name for p in folder.iterdir()} == {"training.json", "measurement.json", "README.md"}
+    assert {p.name for p in folder.iterdir()} == {
+        "training.json",
+        "measurement.json",
+        "mtp_config.json",
+        "README.md",
+    }
 
 
 MEASURED = [path for path, v in leaves(published.MEASUREMENT) if isinstance(v, int | float)]
@@ -125,6 +131,14 @@ def test_entries_that_are_needed(folder: Path, name: str, key: str, value: Any) 
     whole = published.TRAINING if name == "training.json" else published.MEASUREMENT
     published.write_json(folder / name, whole | {key: value})
     with pytest.raises(ModelFileError, match=f"{name}: {key} is"):
+        card.card(folder)
+
+
+@pytest.mark.parametrize("name", ["training.json", "measurement.json"])
+def test_files_about_other_weights_are_refused(folder: Path, name: str) -> None:
+    whole = published.TRAINING if name == "training.json" else published.MEASUREMENT
+    published.write_json(folder / name, whole | {"head": "34" * 32})
+    with pytest.raises(ModelFileError, match=f"{name} is about another head"):
         card.card(folder)
 
 

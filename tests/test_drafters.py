@@ -9,7 +9,6 @@ from doubles import GREEDY, PLAIN, new_sequence, randomise, run, tiny_llama
 
 from mtplx.draft_vocabulary import DraftVocabulary
 from mtplx.drafters import MTPDrafter, NgramDrafter, Proposal
-from mtplx.drafters.mtp import COPY_BONUS
 from mtplx.engine import Engine
 from mtplx.errors import ModelError, NonFiniteLogitsError
 from mtplx.families import family_of
@@ -20,6 +19,7 @@ from mtplx.sampling import distribution_from_logits
 from mtplx.state import State
 
 VOCAB = 64
+COPY_BONUS = (0.5, 2.5, 4.0)
 
 
 def forbidden(*_args):
@@ -46,6 +46,7 @@ def trunk():
 def head_of(trunk, *, embedding_first=True, seed=2):
     head = new_head(trunk, embedding_first=embedding_first)
     randomise(head, seed)
+    head.copy_bonus = COPY_BONUS
     return head
 
 

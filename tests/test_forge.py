@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import mlx.core as mx
@@ -13,11 +14,14 @@ from mlx.utils import tree_flatten
 from tiny import write_directory
 
 from mtplx import heldout, load
-from mtplx.errors import ModelFileError, RequestError
+from mtplx.errors import ModelFileError, MtplxError, RequestError
 from mtplx.forge import run as forge_run
+from mtplx.forge.card import write_card
 from mtplx.forge.conversation import Kind, Layout, Seed, Style, read_seeds
+from mtplx.forge.copies import LONGEST, fit_copy_bonus
 from mtplx.forge.data import Data
 from mtplx.forge.distil import DataPlan, distil, read_shard, shard_path
+from mtplx.forge.objective import rollout
 from mtplx.forge.run import PROMPTS, Clock, Paused, default_levels
 from mtplx.forge.train import Trainer, TrainPlan, initial_head
 from mtplx.head_file import read_head
@@ -104,10 +108,10 @@ def test_distilling_again_gives_the_same_and_goes_on_where_it_stopped(bundle, fo
     def stop_in_the_second(tokens):
         told.append(tokens)
         if sum(told) > DATA.tokens * 0.7:
-            raise Paused
+            raise KeyboardInterrupt
 
-    with pytest.raises(Paused):
-        distil(bundle, SEEDS, DATA, tmp_path, stop_in_the_second)
+    with pytest.raises(KeyboardInterrupt):
+        distil(bundle, SEEDS, DATA, tmp_path, on_progress=stop_in_the_second)
     assert [path.name for path in tmp_path.iterdir()] == ["shard-00000.safetensors"]
     stamp = shard_path(tmp_path, 0).stat().st_mtime_ns
     distil(bundle, SEEDS, DATA, tmp_path)
@@ -220,7 +224,7 @@ def test_a_checkpoint_of_another_plan_or_data_is_refused(bundle, folder, tmp_pat
 
 @pytest.fixture
 def no_download(monkeypatch):
-    monkeypatch.setattr(heldout, "prompts", lambda name: [f"{name}: a text that nobody wrote"])
+    monkeypatch.setattr(heldout, "texts", lambda name: [f"{name}: a text that nobody wrote"])
 
 
 ABOUT = {"command": "mtplx forge train x", "model": "x", "base_model": "y/x", "license": "mit"}
@@ -265,3 +269,97 @@ def test_another_plan_in_the_same_place_is_refused(bundle, tmp_path):
 def test_the_levels_are_quarters_of_the_depth(bundle):
     assert default_levels(bundle) == (1,)
     assert Path(PROMPTS[0]).name == "chat.jsonl"
+
+
+def test_an_interrupted_step_is_no_part_of_the_checkpoint(
+    bundle, tmp_path, no_download, monkeypatch
+):
+    """Wherever it is interrupted, going on gives the weights of an uninterrupted training."""
+    forge(bundle, tmp_path / "whole")
+    update, calls = Trainer._check, []
+
+    def interrupted(trainer):
+        calls.append(trainer.step)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        update(trainer)
+
+    monkeypatch.setattr(Trainer, "_check", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        forge(bundle, tmp_path / "cut")
+    forge(bundle, tmp_path / "cut")
+    one, two = ((tmp_path / name / "mtp.safetensors").read_bytes() for name in ("whole", "cut"))
+    assert one == two
+
+
+def test_a_training_that_diverges_stops_and_keeps_the_last_checkpoint(bundle, folder, tmp_path):
+    trainer = Trainer(bundle, data_of(folder), PLAN)
+    trainer.save(tmp_path / "c.safetensors")
+    trainer.head.norm.weight = mx.full((64,), float("nan"))
+    with pytest.raises(MtplxError, match="step 0"):
+        trainer.advance()
+    trainer.restore(tmp_path / "c.safetensors")
+    trainer.advance()
+
+
+def test_a_shard_of_another_plan_is_refused(bundle, tmp_path):
+    distil(bundle, SEEDS, DATA, tmp_path)
+    other = DataPlan(**{**vars(DATA), "seed": 6})
+    with pytest.raises(ModelFileError, match="shard-00000"):
+        distil(bundle, SEEDS, other, tmp_path)
+    assert distil(bundle, SEEDS, DataPlan(**{**vars(DATA), "streams": 1}), tmp_path) > 0
+
+
+def test_the_copy_bonus_is_the_best_of_the_grid_by_brute_force(bundle, folder):
+    data, trainer = data_of(folder), Trainer(bundle, data_of(folder), PLAN)
+    found = fit_copy_bonus(trainer.attached, data, 20, 2)
+    attached, ids = trainer.attached, trainer.attached.vocabulary.ids.tolist()
+    kept = Counter()
+    batch = data.check(22)
+    states = rollout(attached, batch.features[:, :20], batch.tokens, 2)
+    for row, tokens in enumerate(np.asarray(batch.tokens).tolist()):
+        for j, state in enumerate(states, 1):
+            z = np.asarray(attached.logits(state[row]), dtype=np.float64) / 0.6
+            final = batch.features[row, j : j + 20, :64].astype(mx.float32)
+            t = np.asarray(attached.logits(final), dtype=np.float64) / 0.6
+            for at in range(20):
+                known, whole = tokens[: at + 2], tokens[: at + 1 + j]
+                match = latest_match(known, whole)
+                if match is None or match[1] not in ids:
+                    continue
+                p = np.exp(t[at] - t[at].max()) / np.exp(t[at] - t[at].max()).sum()
+                for bonus in np.arange(0.0, 8.01, 0.5):
+                    raised = z[at].copy()
+                    raised[ids.index(match[1])] += bonus / 0.6
+                    q = np.exp(raised - raised.max()) / np.exp(raised - raised.max()).sum()
+                    weight = float(batch.weights[row, at + j])
+                    kept[match[0], bonus] += weight * np.minimum(p, q).sum()
+    for n, bonus in enumerate(found, 1):
+        best = max(kept[n, b] for b in np.arange(0.0, 8.01, 0.5))
+        assert kept[n, bonus] == pytest.approx(best, rel=1e-4), n
+
+
+def latest_match(known, whole):
+    for n in range(LONGEST, 0, -1):
+        for at in range(len(known) - 1, n - 1, -1):
+            if len(whole) >= n and known[at - n : at] == whole[-n:]:
+                return n, known[at]
+    return None
+
+
+def test_a_head_is_measured_and_its_card_is_about_these_very_weights(
+    bundle, tmp_path, no_download, monkeypatch
+):
+    forge(bundle, tmp_path)
+    monkeypatch.setattr(heldout, "chosen", lambda name, count: ["the and", "an other"][:count])
+    head = read_head(tmp_path, bundle.trunk, bundle.provenance)
+    assert len(head.copy_bonus) == LONGEST
+    with_head = replace(bundle, head=head)
+    forge_run.evaluate(with_head, tmp_path, each=1, tokens=6, command="mtplx forge eval x")
+    card = (tmp_path / "README.md").read_text()
+    assert "mtplx forge eval x" in card
+    assert bundle.provenance.sha256.popitem()[1] in card
+    measured = json.loads((tmp_path / "measurement.json").read_text())
+    (tmp_path / "measurement.json").write_text(json.dumps(measured | {"head": "0" * 64}))
+    with pytest.raises(ModelFileError, match="another head"):
+        write_card(tmp_path)

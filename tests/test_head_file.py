@@ -89,7 +89,7 @@ def test_what_the_files_say(tmp_path: Path, bundle: Bundle, folder: Path) -> Non
     trunk = tmp_path / "trunk" / "model.safetensors"
     assert json.loads((folder / "mtp_config.json").read_text()) == {
         "format": 1, "model_type": "llama", "hidden_size": 64, "vocab_size": 320,
-        "norm_eps": 1e-5, "embedding_first": True, "levels": [], "draft_ids": 160,
+        "norm_eps": 1e-5, "embedding_first": True, "levels": [], "copy_bonus": [], "draft_ids": 160,
         "trunk": {
             trunk.name: {"bytes": trunk.stat().st_size, "sha256": fetch.file_sha256(trunk)}
         },

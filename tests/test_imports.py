@@ -45,14 +45,7 @@ RANK = {module: i for i, row in enumerate(ROWS) for module in row}
 FIRST_WITH_MLX = RANK["fast_sampling"]
 HTTP = {"http", "socketserver", "wsgiref", "aiohttp", "fastapi", "starlette", "uvicorn", "flask"}
 OUTSIDE = {
-    "mlx_lm": {
-        "families",
-        "mtp_patch",
-        "load",
-        "state",
-        "forge",
-        "bench",
-    },  # bench compares
+    "mlx_lm": {"families", "mtp_patch", "load", "state", "bench"},  # bench compares with it
     **{package: {"server"} for package in HTTP},
 }
 WITHOUT_MLX = ("errors", "sampler_config", "distribution", "penalties", "sampling", "rng", "verify")

@@ -22,7 +22,8 @@ from .prompts import COPY_PROMPTS
 from .report import Report
 
 _SAMPLING = SamplerConfig(temperature=0.6, top_p=0.95, top_k=20)
-_EACH, _FEW, _FEW_IN_FULL = 12, 2, 12
+_EACH, _FEW, _FEW_IN_FULL = 12, 4, 12
+_DEPTHS = (0, 1, 2, 3, 4, 6)
 _TOKENS = 64
 
 
@@ -33,14 +34,17 @@ def run(bundle: Bundle, *, full: bool = False) -> Report:
     each = _FEW_IN_FULL if full else _FEW
     few = [text for group in prompts.values() for text in heldout.spread(group, each)]
     count = sum(map(len, prompts.values()))
-    with steps(outputs_of(count) + len(COPY_PROMPTS) + 7 * len(few)) as step:
+    with steps(outputs_of(count) + len(COPY_PROMPTS) + (5 + len(_DEPTHS)) * len(few)) as step:
         found = measure(bundle, prompts, tokens=_TOKENS, before=step)
         figures, notes = found.figures, found.notes
         copied = copy.compare(bundle, 0.6, "auto", notes, lambda: step("copying"))
         figures["speed_vs_ar_copy"] = copied.ratio()
         figures |= _depths(bundle, few, lambda: step("depths"))
-        figures["draft_vocabulary_speed"] = _draft_vocabulary(
-            bundle, few, lambda: step("draft vocabulary")
+        figures["draft_vocabulary_speed"] = _without(
+            bundle, "vocabulary", None, few, lambda: step("draft vocabulary")
+        )
+        figures["copy_bonus_speed"] = _without(
+            bundle, "copy_bonus", (), few, lambda: step("copy bonus")
         )
     texts = [text for group in prompts.values() for text in group]
     figures["greedy_identical"] = _identical(bundle, texts, found.outputs[0.0], notes)
@@ -59,25 +63,25 @@ def _speeds(
 def _depths(
     bundle: Bundle, prompts: Sequence[str], before: Callable[[], None]
 ) -> dict[str, float | None]:
-    """The head with depth "auto" against the best of fixed depths 1 to 4."""
+    """The head with depth "auto" against the best fixed depth, plain decoding among them."""
     ways = {"auto": Way(bundle, "mtp", "auto")}
-    ways |= {f"tokens_per_second_depth_{k}": Way(bundle, "mtp", k) for k in range(1, 5)}
+    ways |= {f"tokens_per_second_depth_{k}": Way(bundle, "mtp", k) for k in _DEPTHS}
     speeds = _speeds(ways, prompts, before)
     auto = speeds.pop("auto")
     return {"auto_vs_best_fixed": auto / max(speeds.values()), **speeds}
 
 
-def _draft_vocabulary(
-    bundle: Bundle, prompts: Sequence[str], before: Callable[[], None]
+def _without(
+    bundle: Bundle, part: str, off: object, prompts: Sequence[str], before: Callable[[], None]
 ) -> float | None:
-    """The head as it is against itself drafting from all ids; None if it does that anyway."""
-    if bundle.head is None or bundle.head.vocabulary is None:
+    """The head's tokens/s over those of itself without a part; None if it has no such part."""
+    if bundle.head is None or not getattr(bundle.head, part):
         return None
     head = shallow_copy(bundle.head)
-    head.vocabulary = None
-    ways = {"own": Way(bundle, "mtp", 3), "all": Way(replace(bundle, head=head), "mtp", 3)}
+    setattr(head, part, off)
+    ways = {"own": Way(bundle, "mtp", 3), "without": Way(replace(bundle, head=head), "mtp", 3)}
     speeds = _speeds(ways, prompts, before)
-    return speeds["own"] / speeds["all"]
+    return speeds["own"] / speeds["without"]
 
 
 def _identical(

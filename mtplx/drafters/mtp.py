@@ -8,19 +8,17 @@ import mlx.core as mx
 import numpy as np
 
 from ..distribution import SparseDistribution
-from ..errors import StateError
+from ..draft_vocabulary import DraftVocabulary
+from ..errors import NonFiniteLogitsError, StateError
 from ..mtp_patch import AttachedHead
 from .base import Draft, Proposal
 from .index import NgramIndex
 
 _CHUNK = 512
-# By how much the logit of the token that followed there is raised where the latest 1, 2, ... tokens
-# occurred before: what brought the head of SmolLM2-135M most acceptance on text of its own.
-COPY_BONUS = (0.5, 2.5, 4.0, 5.0, 5.0)
 
 
 class MTPDrafter:
-    """Applies the head recursively, with a bonus for what repeats itself.
+    """Applies the head recursively, with the head's bonus for what repeats itself.
 
     A small head sees that a text repeats itself later than a look at the text does: the token that
     followed the latest occurrence of the latest tokens gets a bonus before q is computed.
@@ -33,11 +31,10 @@ class MTPDrafter:
     name = "mtp"
     needs_hidden = True
 
-    def __init__(self, attached: AttachedHead, copy_bonus: Sequence[float] = COPY_BONUS):
+    def __init__(self, attached: AttachedHead):
         self.attached = attached
         self.cache = attached.new_cache()
-        self.copy_bonus = copy_bonus
-        self._index = NgramIndex(1, len(copy_bonus))
+        self._index = NgramIndex(1, len(attached.copy_bonus))
         # The trunk's features (n, F) of rows that the cache does not hold yet.
         self._pending: list[mx.array] = []
         # The head's hidden state (1, D) of the last committed row.
@@ -77,7 +74,7 @@ class MTPDrafter:
         try:
             while True:
                 logits = self._raised(self.attached.logits(hidden)[-1], tokens)
-                q = proposal.law(logits, tokens, self.attached.vocabulary)
+                q = _law(proposal, logits, tokens, self.attached.vocabulary)
                 if q is None:
                     return Draft(tokens, q_rows, self.name)
                 tokens.append(proposal.draw(len(tokens), q))
@@ -97,7 +94,9 @@ class MTPDrafter:
         length, at = found
         token, vocabulary = self.tokens[at], self.attached.vocabulary
         place = token if vocabulary is None else vocabulary.place(token)
-        return logits if place is None else logits.at[place].add(self.copy_bonus[length - 1])
+        return (
+            logits if place is None else logits.at[place].add(self.attached.copy_bonus[length - 1])
+        )
 
     def _feed_committed(self) -> None:
         """Write the rows that are new; none are if a proposal is asked for twice."""
@@ -114,3 +113,15 @@ class MTPDrafter:
                 self.cache.trim(self.rows - start)
                 raise
             self._pending, self._last = [rest] if rest.shape[0] else [], last
+
+
+def _law(
+    proposal: Proposal,
+    logits: mx.array,
+    tokens: Sequence[int],
+    vocabulary: DraftVocabulary | None,
+) -> SparseDistribution | None:
+    try:
+        return proposal.law(logits, tokens, vocabulary)
+    except NonFiniteLogitsError as e:
+        raise NonFiniteLogitsError(f"the MTP head gives {e}; `--head none` goes without it") from e

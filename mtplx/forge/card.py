@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import ModelFileError
+from ..head_file import read_config
 from ..provenance import replacing
 from ..tokenizer import read_json
 
@@ -19,10 +20,10 @@ CARD, TRAINING, MEASUREMENT, PLOT = (
 )  # fmt: skip
 _NEEDED: dict[str, dict[str, type]] = {
     TRAINING: {
-        "command": str, "license": str, "base_model": str, "model": str,
+        "head": str, "command": str, "license": str, "base_model": str, "model": str,
         "data": dict, "plan": dict, "log": list,
     },
-    MEASUREMENT: {"figures": dict, "by_temperature": dict, "command": str},
+    MEASUREMENT: {"head": str, "figures": dict, "by_temperature": dict, "command": str},
 }  # fmt: skip
 
 _CARD = """\
@@ -109,8 +110,11 @@ The last check, on rows that were not trained on:
 def card(folder: Path) -> str:
     """The text of the card; ``ModelFileError`` naming a file or an entry that is missing."""
     training, measured = (_read(folder / name) for name in (TRAINING, MEASUREMENT))
-    apart = {"command", "license", "base_model", "model", "log"}
-    shown = {"figures", "by_temperature", "command", "notes"}
+    for name, found in ((TRAINING, training), (MEASUREMENT, measured)):
+        if found["head"] != read_config(folder).sha256:
+            raise ModelFileError(f"{folder / name} is about another head", path=folder / name)
+    apart = {"command", "license", "base_model", "model", "log", "head"}
+    shown = {"figures", "by_temperature", "command", "notes", "head"}
     return _CARD.format(
         license=json.dumps(training["license"].lower()),
         base_model=json.dumps(training["base_model"]),

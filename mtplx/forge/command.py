@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Iterator
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -33,13 +33,14 @@ class Request:
 
     def command(self) -> str:
         """The command line that makes the same head, without what has no influence on it."""
-        words = ["mtplx", "forge", "train", self.trunk, "--out", self.out.name, *self._given()]
+        words = ["mtplx", "forge", "train", _shown(self.trunk), "--out", _shown(self.out)]
+        words += self._given()
         return shlex.join(words)
 
     def _given(self) -> Iterator[str]:
-        for entry in fields(self)[3:8]:
-            if getattr(self, entry.name) != entry.default:
-                yield from (f"--{entry.name}", str(getattr(self, entry.name)))
+        for name in ("shards", "steps", "depth", "vocabulary", "seed", "each"):
+            if getattr(self, name) != getattr(Request, name):
+                yield from (f"--{name}", str(getattr(self, name)))
         for path in self.prompts:
             yield from ("--prompts", path.name)
 
@@ -77,7 +78,7 @@ def train(request: Request) -> bool:
     except Paused:
         return False
     head = read_head(request.out, bundle.trunk, bundle.provenance)
-    command = shlex.join(["mtplx", "forge", "eval", request.out.name, "--model", request.trunk])
+    command = _eval_command(request.out, request.trunk, request.each, 64)
     measured = replace(bundle, head=head, head_source=str(request.out))
     evaluate(measured, request.out, each=request.each, tokens=64, command=command)
     return True
@@ -87,16 +88,26 @@ def _about(request: Request) -> dict[str, str]:
     source = known(request.trunk)
     return {
         "command": request.command(),
-        "model": request.trunk if source else Path(request.trunk).name,
+        "model": _shown(request.trunk),
         "base_model": request.base_model
         or (source.hub_id if source else Path(request.trunk).resolve().name),
         "license": request.license or (source.licence if source else "other"),
     }
 
 
-def evaluate(
-    folder: Path, model: str, *, each: int, tokens: int, any_trunk: bool
-) -> dict[str, Any]:
+def _shown(path: str | Path) -> str:
+    """A path as others may see it: its last part."""
+    return Path(path).resolve().name
+
+
+def _eval_command(folder: Path, model: str, each: int, tokens: int) -> str:
+    words = ["mtplx", "forge", "eval", _shown(folder), "--model", _shown(model)]
+    for name, value, default in (("--each", each, 12), ("--tokens", tokens, 64)):
+        words += [] if value == default else [name, str(value)]
+    return shlex.join(words)
+
+
+def evaluate(folder: Path, model: str, *, each: int, tokens: int) -> dict[str, Any]:
     """Measure the head in ``folder`` with its trunk ``model``; what was written."""
     activate()
     from ..load import load
@@ -104,7 +115,7 @@ def evaluate(
     from .card import MEASUREMENT
     from .run import evaluate as measure_in
 
-    bundle = load(model, head=folder, any_trunk=any_trunk)
-    words = ["mtplx", "forge", "eval", folder.name, "--model", model, "--each", str(each)]
-    measure_in(bundle, folder, each=each, tokens=tokens, command=shlex.join(words))
+    bundle = load(model, head=folder)
+    command = _eval_command(folder, model, each, tokens)
+    measure_in(bundle, folder, each=each, tokens=tokens, command=command)
     return read_json(folder / MEASUREMENT)

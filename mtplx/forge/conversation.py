@@ -12,12 +12,13 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from math import isfinite
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ..errors import RequestError
+from ..errors import NonFiniteLogitsError, RequestError
 from ..tokenizer import Tokenizer
 
 _GAP = "\ue000"  # a private-use character: no template has it
@@ -68,6 +69,8 @@ class Layout:
     def of(cls, tokenizer: Tokenizer) -> Layout:
         """The layout of a tokenizer's chat template; without one, texts between end tokens."""
         if not tokenizer.has_chat_template:
+            if not tokenizer.eos_ids:
+                raise RequestError("the model has neither a chat template nor an end token")
             end = (min(tokenizer.eos_ids),)
             return cls(tuple(tokenizer.encode("")) or end, (), end)
         turns = [{"role": role, "content": _GAP} for role in ("user", "assistant", "user")]
@@ -162,8 +165,11 @@ class Row:
 
     def _sample(self, logits: NDArray[np.float32]) -> int:
         highest = float(logits.max())
+        if not isfinite(highest):
+            raise NonFiniteLogitsError(f"the trunk gives logits whose highest is {highest}")
         lowest = highest + self._temperature * np.log(self._style.min_p)
         ids = np.flatnonzero(logits >= lowest)
         weights = np.exp((logits[ids].astype(np.float64) - highest) / self._temperature)
         total = np.cumsum(weights)
-        return int(ids[np.searchsorted(total, self._random.random() * total[-1], side="right")])
+        drawn = np.searchsorted(total, self._random.random() * total[-1], side="right")
+        return int(ids[min(drawn, len(ids) - 1)])

@@ -53,9 +53,9 @@ class Data:
             self._features = [file.get_slice("features") for file in self._files]
             tokens = [file.get_tensor("tokens") for file in self._files]
             self.kinds = np.concatenate([file.get_tensor("kinds") for file in self._files])
+            self.tokens = np.concatenate(tokens)
         except Exception as e:  # the library raises its own error type
             raise ModelFileError(f"{paths[0].parent}: not usable training data ({e})") from e
-        self.tokens = np.concatenate(tokens)
         self._place = [(f, row) for f, t in enumerate(tokens) for row in range(len(t))]
         self.left_out = _sharing(self.tokens, forbidden)
         count = len(self.tokens)
@@ -95,7 +95,8 @@ class Data:
         Half of them begin where the row begins, as a prompt does.
         """
         epoch, at = divmod(step * count, len(self.training))
-        orders = [np.random.default_rng([seed, e]) for e in (epoch, epoch + 1)]
+        epochs = range(epoch, epoch + 2 + count // len(self.training))
+        orders = [np.random.default_rng([seed, e]) for e in epochs]
         order = np.concatenate([random.permutation(self.training) for random in orders])
         random = np.random.default_rng([seed, step, 1])
         last = self.length - length
@@ -121,13 +122,19 @@ class Data:
 
 def _sharing(tokens: np.ndarray, forbidden: Iterable[Sequence[int]]) -> np.ndarray:
     """Indices of the rows that have a run of tokens in common with a forbidden text."""
-    n = _SHARED_TOKENS
-    grams = {tuple(text[i : i + n]) for text in forbidden for i in range(len(text) - n + 1)}
-    if not grams:
-        return np.zeros(0, np.int64)
+    grams: dict[int, set[tuple[int, ...]]] = {}
+    for text in forbidden:
+        # Of a short text all but a token, which the words around it may change.
+        n = max(1, min(_SHARED_TOKENS, len(text) - 1))
+        places = range(len(text) - n + 1)
+        grams.setdefault(n, set()).update(tuple(text[i : i + n]) for i in places)
     found = [
         row
         for row, ids in enumerate(tokens.tolist())
-        if any(tuple(ids[i : i + n]) in grams for i in range(len(ids) - n + 1))
+        if any(
+            tuple(ids[i : i + n]) in known
+            for n, known in grams.items()
+            for i in range(len(ids) - n + 1)
+        )
     ]
     return np.array(found, np.int64)

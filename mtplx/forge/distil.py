@@ -7,20 +7,22 @@ stopped goes on with the next shard, and each written whole or not at all.
 from __future__ import annotations
 
 import hashlib
-import os
+import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from time import perf_counter
 
 import mlx.core as mx
 import numpy as np
-from mlx_lm.models.cache import make_prompt_cache
+from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
-from ..errors import ModelError
+from ..errors import ModelError, ModelFileError
 from ..families import family_of
 from ..load import Bundle
+from ..provenance import replacing
+from ..state import State
 from .conversation import Layout, Row, Seed, Style
 from .streams import queues, shares
 
@@ -67,33 +69,59 @@ def read_shard(path: Path) -> Shard:
     return Shard(**load_file(path))
 
 
-def content_hash(shard: Shard) -> str:
-    """sha256 of a shard's tokens: what the trunk wrote."""
-    return hashlib.sha256(np.ascontiguousarray(shard.tokens, dtype="<i4").tobytes()).hexdigest()
-
-
 def distil(
     bundle: Bundle,
     seeds: Sequence[Seed],
     plan: DataPlan,
     folder: Path,
+    *,
     on_progress: Callable[[int], None] = lambda tokens: None,
-) -> None:
-    """Write the shards that are missing. ``on_progress`` is told how many tokens were added."""
+    before: Callable[[], None] = lambda: None,
+) -> float:
+    """Write the shards that are missing; the seconds that all of them took.
+
+    on_progress: told how many tokens were added.  before: called before each shard.  Raises
+    ``ModelFileError`` for a shard in ``folder`` that is not what it would be.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     encode = bundle.tokenizer.encode
     known = [(tuple(encode(s.text, add_special_tokens=False)), s.stem) for s in seeds]
-    room = plan.length // 2
+    room, seconds = plan.length // 2, 0.0
     known = [(ids[:room], stem) for ids, stem in known if ids]
     for number in range(plan.shards):
-        path = shard_path(folder, number)
+        before()
+        path, begin = shard_path(folder, number), perf_counter()
+        origin = _origin(bundle, seeds, plan, number)
         if path.exists():
+            seconds += _seconds_of(path, origin)
             on_progress(plan.rows * plan.length)
             continue
         shard = _write(bundle, known, plan, number, on_progress)
-        temporary = path.with_suffix(".partial")
-        save_file(vars(shard), temporary)
-        os.replace(temporary, path)
+        took = perf_counter() - begin
+        with replacing(path) as temporary:
+            save_file(vars(shard), temporary, {"origin": origin, "seconds": f"{took:.1f}"})
+        seconds += took
+    return seconds
+
+
+def _origin(bundle: Bundle, seeds: Sequence[Seed], plan: DataPlan, number: int) -> str:
+    """A hash of all that a shard is a function of."""
+    what = asdict(plan)
+    del what["shards"], what["streams"]
+    parts = [what, number, [asdict(seed) for seed in seeds], bundle.provenance.sha256]
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
+
+
+def _seconds_of(path: Path, origin: str) -> float:
+    """How long a shard took that is there already."""
+    try:
+        with safe_open(str(path), "np") as file:
+            metadata = file.metadata() or {}
+        if metadata.get("origin") != origin:
+            raise ValueError("it is of another plan, trunk or prompts")
+        return float(metadata["seconds"])
+    except Exception as e:  # the library raises its own error type
+        raise ModelFileError(f"{path}: cannot be used, remove it ({e})", path=path) from e
 
 
 def _write(
@@ -140,7 +168,7 @@ class _Group:
         kinds: np.ndarray,
     ):
         self._family = family_of(bundle.trunk, plan.levels)
-        self._cache: list[Any] = make_prompt_cache(bundle.trunk)
+        self._cache = State(self._family).caches
         self._stream = stream
         self._rows, self._tokens, self._kinds = rows, tokens, kinds
         self._logits = np.zeros((len(rows), 1), np.float32)  # the first token is given

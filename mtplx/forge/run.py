@@ -18,7 +18,7 @@ from typing import Any
 from .. import heldout
 from ..environment import machine, versions
 from ..errors import RequestError
-from ..head_file import write_head
+from ..head_file import read_config, write_head
 from ..load import Bundle
 from ..measure import measure, outputs_of
 from ..mtp_patch import headed_family
@@ -26,6 +26,7 @@ from ..progress import progress, steps
 from ..provenance import replacing
 from .card import MEASUREMENT, PLOT, TRAINING, write_card
 from .conversation import Seed, read_seeds
+from .copies import fit_copy_bonus
 from .data import Data
 from .distil import DataPlan, distil, shard_path
 from .plot import plot_training
@@ -33,7 +34,7 @@ from .train import Trainer, TrainPlan
 from .vocabulary import coverage
 
 PROMPTS = tuple(sorted((Path(__file__).parent / "prompts").glob("*.jsonl")))
-_SAVE_EVERY = 100  # steps
+_SAVE_EVERY = 25  # steps
 
 
 class Paused(Exception):  # noqa: N818 - not an error
@@ -67,7 +68,7 @@ def run(
     train_plan: TrainPlan,
     *,
     prompts: Sequence[Path] = PROMPTS,
-    about: Mapping[str, str],
+    about: Mapping[str, Any],
     clock: Clock,
 ) -> None:
     """Distil and train into ``out``, and write the head; what is done already is not done again.
@@ -81,13 +82,20 @@ def run(
     plan = {
         "data": asdict(data_plan),
         "train": asdict(train_plan),
-        "prompts": {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in prompts},
+        # Their order counts, and two may have one name.
+        "prompts": {
+            f"{i} {path.name}": hashlib.sha256(path.read_bytes()).hexdigest()
+            for i, path in enumerate(prompts, 1)
+        },
         "trunk": bundle.provenance.sha256,
     }
     _keep_plan(work / "plan.json", plan)
-    paths = _distil(bundle, seeds, data_plan, work / "data", clock)
-    data = Data(paths, headed_family(bundle.trunk).vocab_size, forbidden=_forbidden(bundle))
+    forbidden = list(_forbidden(bundle))  # fetched before the long work, not after it
+    paths, seconds = _distil(bundle, seeds, data_plan, work / "data", clock)
+    data = Data(paths, headed_family(bundle.trunk).vocab_size, forbidden=forbidden)
     trainer = _train(bundle, data, train_plan, work / "checkpoint.safetensors", clock)
+    clock.check()
+    about = {**about, "distil_seconds": seconds}
     _write(bundle, trainer, out, {**about, "plan": plan})
 
 
@@ -103,7 +111,7 @@ def _keep_plan(path: Path, plan: dict[str, Any]) -> None:
     changed = [
         f"{group} {name}"
         for group, fields in plan.items()
-        for name in fields.keys() | known[group].keys()
+        for name in (fields.keys() | known[group].keys()) - {"streams"}
         if fields.get(name) != known[group].get(name)
     ]
     if changed:
@@ -116,23 +124,23 @@ def _keep_plan(path: Path, plan: dict[str, Any]) -> None:
 def _forbidden(bundle: Bundle) -> Iterator[list[int]]:
     """The prompts that heads are measured on, as token ids."""
     for name in heldout.SOURCES:
-        for text in heldout.prompts(name):
+        for text in heldout.texts(name):
             own = text.split("```python\n")[-1]  # the words around a problem are nobody's
             yield bundle.tokenizer.encode(own, add_special_tokens=False)
 
 
 def _distil(
     bundle: Bundle, seeds: Sequence[Seed], plan: DataPlan, folder: Path, clock: Clock
-) -> list[Path]:
+) -> tuple[list[Path], float]:
+    """The shards, and the seconds they took."""
     with progress() as bar:
         task = bar.add_task("distil (tokens)", total=plan.tokens)
-
-        def advance(tokens: int) -> None:
-            bar.advance(task, tokens)
-            clock.check()
-
-        distil(bundle, seeds, plan, folder, advance)
-    return [shard_path(folder, number) for number in range(plan.shards)]
+        seconds = distil(
+            bundle, seeds, plan, folder,
+            on_progress=lambda tokens: bar.advance(task, tokens),
+            before=clock.check,  # a shard that was begun is finished
+        )  # fmt: skip
+    return [shard_path(folder, number) for number in range(plan.shards)], seconds
 
 
 def _train(bundle: Bundle, data: Data, plan: TrainPlan, checkpoint: Path, clock: Clock) -> Trainer:
@@ -141,20 +149,31 @@ def _train(bundle: Bundle, data: Data, plan: TrainPlan, checkpoint: Path, clock:
         trainer.restore(checkpoint)
     with progress() as bar:
         task = bar.add_task("train (steps)", total=plan.steps, completed=trainer.step)
-        try:
-            while not trainer.done:
-                clock.check()
-                trainer.advance()
-                if trainer.step % _SAVE_EVERY == 0:
-                    trainer.save(checkpoint)
-                bar.update(task, completed=trainer.step, description=trainer.summary())
-        finally:
-            trainer.save(checkpoint)
+        while not trainer.done:
+            _check_or_save(clock, trainer, checkpoint)
+            known = len(trainer.log)
+            trainer.advance()
+            if trainer.step % _SAVE_EVERY == 0 or trainer.done:
+                trainer.save(checkpoint)
+            if len(trainer.log) > known:
+                bar.console.print(f"step {trainer.step} of {plan.steps}: {trainer.summary()}")
+            bar.update(task, completed=trainer.step)
     return trainer
+
+
+def _check_or_save(clock: Clock, trainer: Trainer, checkpoint: Path) -> None:
+    """Between two steps: only there is what a trainer holds a state to go on from."""
+    try:
+        clock.check()
+    except Paused:
+        trainer.save(checkpoint)
+        raise
 
 
 def _write(bundle: Bundle, trainer: Trainer, out: Path, known: dict[str, Any]) -> None:
     """The head, and what is known of its training."""
+    plan, head = trainer.plan, trainer.head
+    head.copy_bonus = fit_copy_bonus(trainer.attached, trainer.data, plan.window, plan.depth)
     write_head(out, trainer.head, bundle.trunk, bundle.provenance)
     family, data = headed_family(bundle.trunk), trainer.data
     facts = {
@@ -168,6 +187,7 @@ def _write(bundle: Bundle, trainer: Trainer, out: Path, known: dict[str, Any]) -
         **known,
         "data": facts,
         "training_seconds": trainer.seconds,
+        "head": read_config(out).sha256,
         "machine": machine(),
         "versions": versions(),
         "log": trainer.log,
@@ -176,16 +196,16 @@ def _write(bundle: Bundle, trainer: Trainer, out: Path, known: dict[str, Any]) -
         temporary.write_text(json.dumps(known, indent=1) + "\n", encoding="utf-8")
 
 
-def evaluate(bundle: Bundle, folder: Path, *, each: int | None, tokens: int, command: str) -> None:
+def evaluate(bundle: Bundle, folder: Path, *, each: int, tokens: int, command: str) -> None:
     """Measure the head of ``bundle``, which lies in ``folder``; write measurement.json and card.
 
-    each: how many of the held-out prompts of each name, None for all.
+    each: how many of the held-out prompts of each name.
     """
-    read = heldout.prompts if each is None else lambda name: heldout.chosen(name, each)
-    prompts = {name: read(name) for name in heldout.SOURCES}
+    prompts = {name: heldout.chosen(name, each) for name in heldout.SOURCES}
     with steps(outputs_of(sum(map(len, prompts.values())))) as step:
         found = measure(bundle, prompts, tokens=tokens, command=command, before=step)
+    known = {**found.to_dict(), "head": read_config(folder).sha256}
     with replacing(folder / MEASUREMENT) as temporary:
-        temporary.write_text(json.dumps(found.to_dict(), indent=1) + "\n", encoding="utf-8")
+        temporary.write_text(json.dumps(known, indent=1) + "\n", encoding="utf-8")
     if (folder / TRAINING).exists():
         write_card(folder)

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import copy
 import json
-import os
 from dataclasses import asdict, dataclass
+from math import isfinite
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -21,9 +21,10 @@ import numpy as np
 from mlx.utils import tree_flatten, tree_map, tree_unflatten
 
 from ..draft_vocabulary import DraftVocabulary
-from ..errors import ModelFileError, RequestError
+from ..errors import ModelFileError, MtplxError, RequestError
 from ..load import Bundle, to_float32
 from ..mtp_patch import MTPHead, attach_head, headed_family, new_head
+from ..provenance import replacing
 from .data import Batch, Data
 from .objective import losses, objective
 from .streams import queues, shares
@@ -122,12 +123,10 @@ class Trainer:
         return self.step >= self.plan.steps
 
     def summary(self) -> str:
-        """Where it stands, for a progress bar."""
-        if not self.log:
-            return "train (steps)"
+        """The last check, in words."""
         last = self.log[-1]
         shares = " ".join(f"{100 * share:.0f}%" for share in last["held_out_acceptance"])
-        return f"train (steps), loss {last['held_out_loss']:.2f}, acceptance {shares}"
+        return f"held-out loss {last['held_out_loss']:.3f}, acceptance by depth {shares}"
 
     def advance(self) -> None:
         """One step; and a check of the held-out rows, where one is due."""
@@ -141,8 +140,11 @@ class Trainer:
         loss, gradients = self._gradients(batch, depth)
         self._optimiser.update(self.head, gradients)
         mx.eval(self.head.parameters(), self._optimiser.state, loss)
+        value = float(loss)
+        if not isfinite(value):
+            raise MtplxError(f"the loss is {value} in step {self.step}: the training has diverged")
         self.step += 1
-        self._sums += (float(loss), 1)
+        self._sums += (value, 1)
         self.seconds += perf_counter() - begin
         if self.step % plan.check_every == 0 or self.done:
             self._check()
@@ -203,9 +205,8 @@ class Trainer:
             "seconds": self.seconds,
         }
         path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = path.with_name(f"partial-{path.name}")  # MLX wants the suffix
-        mx.save_safetensors(str(temporary), arrays, {"state": json.dumps(state)})
-        os.replace(temporary, path)
+        with replacing(path) as temporary:
+            mx.save_safetensors(str(temporary), arrays, {"state": json.dumps(state)})
 
     def restore(self, path: Path) -> None:
         """Go on from a checkpoint; ``RequestError`` if it is of another plan or other data."""
@@ -216,6 +217,7 @@ class Trainer:
         except (RuntimeError, KeyError, ValueError) as e:
             raise ModelFileError(f"{path}: not a checkpoint of a training ({e})") from e
         plan = json.loads(json.dumps(asdict(self.plan)))
+        del plan["streams"]  # another machine goes on with as many as it has
         changed = sorted(key for key in plan if plan[key] != state["plan"].get(key))
         if state["data"] != self.data.sha256():
             changed.append("data")
@@ -228,7 +230,7 @@ class Trainer:
         for name, array in arrays.items():
             group, _, rest = name.partition(".")
             groups[group].append((rest, array))
-        self.head.update(tree_unflatten(groups["head"]))
+        self.head.load_weights(groups["head"], strict=True)
         self._optimiser.state = tree_unflatten(groups["optimiser"])
         self.step, self.log = state["step"], state["log"]
         self._sums, self.seconds = np.array(state["sums"]), state["seconds"]
