@@ -43,6 +43,7 @@ class Attached:
     """What ``MTPDrafter`` runs, without a head: the laws come from the proposal."""
 
     vocabulary = None
+    copy_bonus = ()
 
     def new_cache(self):
         cache = SimpleNamespace(offset=0, state=[])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from time import perf_counter
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -98,3 +100,11 @@ def test_the_index_finds_what_followed_with_drafts_in_between():
     assert index.find([9, 5]) == (1, 1)
     assert NgramIndex(1, 3).find() is None
     assert NgramIndex(1, 3).find([4]) is None
+
+
+def test_an_index_of_no_lengths_finds_nothing_at_once():
+    index = NgramIndex(1, 0)
+    index.extend(list(range(50_000)))
+    begin = perf_counter()
+    assert index.find([3]) is None
+    assert perf_counter() - begin < 0.05  # every suffix would take minutes

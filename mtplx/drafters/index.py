@@ -31,6 +31,8 @@ class NgramIndex:
 
         The suffix is of the tokens and, after them, ``drafts``; it occurred among the tokens.
         """
+        if self.longest < self.shortest:
+            return None  # and no slice from -0 on, which is everything
         tail = [*self.tokens[-self.longest :], *drafts][-self.longest :]
         for n in range(len(tail), self.shortest - 1, -1):
             at = self._next.get(tuple(islice(tail, len(tail) - n, None)))
