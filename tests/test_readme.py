@@ -18,9 +18,9 @@ def _blocks(language: str) -> list[str]:
     return [body for kind, body in BLOCKS if kind == language]
 
 
-def _options_of(command: str) -> str:
+def _options_of(*command: str) -> str:
     return subprocess.run(
-        [sys.executable, "-m", "mtplx.cli", command, "--help"],
+        [sys.executable, "-m", "mtplx.cli", *command, "--help"],
         capture_output=True,
         text=True,
         timeout=60,
@@ -51,7 +51,7 @@ def test_shell_lines_name_what_exists(line):
         assert (ROOT / words[0]).is_file()
         assert (ROOT / words[0]).stat().st_mode & 0o111
     elif words[0] == "mtplx":
-        shown = _options_of(words[1])
+        shown = _options_of(*words[1 : 3 if words[1] == "forge" else 2])
         for option in re.findall(r"(?<=\s)--[a-z-]+", line):
             assert option in shown
     else:
