@@ -263,18 +263,21 @@ def _distributions(
     rows: mx.array, config: SamplerConfig, candidates: int, *, needs_mass: bool
 ) -> list[SparseDistribution]:
     ids, values = _deterministic_mlx_top_k_support(rows, candidates)
-    broken = _broken_rows(rows)
-    sums = None
     on_host = _on_cpu()
+    late = [] if on_host else [_broken_rows(rows)]
     if needs_mass and not on_host:
-        sums = _tempered_mass(rows, values[:, :1], config.temperature)
-    mx.eval(ids, values, broken, *([] if sums is None else [sums]))
+        late.append(_tempered_mass(rows, values[:, :1], config.temperature))
+    mx.eval(ids, values, rows, *late)
     host_ids, host_values = np.asarray(ids), np.asarray(values)
+    whole = list(np.asarray(rows)) if on_host else []
+    broken = [not (row < np.inf).all() for row in whole] if on_host else np.asarray(late[0])
     _raise_if_broken(rows, np.asarray(broken), host_values[:, 0])
-    masses: Floats | None = None if sums is None else np.asarray(sums).sum(axis=1, dtype=np.float64)
+    masses: Floats | None = None
     if needs_mass and on_host:
-        pairs = zip(np.asarray(rows), host_values[:, 0], strict=True)
+        pairs = zip(whole, host_values[:, 0], strict=True)
         masses = np.array([_host_mass(row, top, config.temperature) for row, top in pairs])
+    elif needs_mass:
+        masses = np.asarray(late[1]).sum(axis=1, dtype=np.float64)
     vocab = rows.shape[1]
     out = []
     for i in range(rows.shape[0]):

@@ -312,17 +312,18 @@ def test_a_shard_of_another_plan_is_refused(bundle, tmp_path):
 
 def test_the_copy_bonus_is_the_best_of_the_grid_by_brute_force(bundle, folder):
     data, trainer = data_of(folder), Trainer(bundle, data_of(folder), PLAN)
-    found = fit_copy_bonus(trainer.attached, data, 20, 2)
+    found = fit_copy_bonus(trainer.attached, data, 2)
     attached, ids = trainer.attached, trainer.attached.vocabulary.ids.tolist()
     kept = Counter()
-    batch = data.check(22)
-    states = rollout(attached, batch.features[:, :20], batch.tokens, 2)
+    rows = data.length - 2
+    batch = data.check(data.length)
+    states = rollout(attached, batch.features[:, :rows], batch.tokens, 2)
     for row, tokens in enumerate(np.asarray(batch.tokens).tolist()):
         for j, state in enumerate(states, 1):
             z = np.asarray(attached.logits(state[row]), dtype=np.float64) / 0.6
-            final = batch.features[row, j : j + 20, :64].astype(mx.float32)
+            final = batch.features[row, j : j + rows, :64].astype(mx.float32)
             t = np.asarray(attached.logits(final), dtype=np.float64) / 0.6
-            for at in range(20):
+            for at in range(rows):
                 known, whole = tokens[: at + 2], tokens[: at + 1 + j]
                 match = latest_match(known, whole)
                 if match is None or match[1] not in ids:

@@ -21,15 +21,10 @@ _GRID = np.arange(0.0, 8.01, 0.5)
 _TEMPERATURE = 0.6
 
 
-def fit_copy_bonus(
-    attached: AttachedHead, data: Data, length: int, depth: int
-) -> tuple[float, ...]:
-    """The bonus after matches of 1, 2, ... ``LONGEST`` tokens and more.
-
-    length, depth: of the windows, in rows, and how far each is unrolled.
-    """
+def fit_copy_bonus(attached: AttachedHead, data: Data, depth: int) -> tuple[float, ...]:
+    """The bonus after matches of 1, 2, ... ``LONGEST`` tokens and more, for drafts up to a depth."""
     kept = np.zeros((LONGEST, len(_GRID)))
-    batch = data.check(min(length + depth, data.length))
+    batch = data.check(data.length)
     for row in range(len(batch.tokens)):
         part = batch.part(slice(row, row + 1))
         tokens = np.asarray(part.tokens)[0].tolist()

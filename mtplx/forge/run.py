@@ -172,8 +172,8 @@ def _check_or_save(clock: Clock, trainer: Trainer, checkpoint: Path) -> None:
 
 def _write(bundle: Bundle, trainer: Trainer, out: Path, known: dict[str, Any]) -> None:
     """The head, and what is known of its training."""
-    plan, head = trainer.plan, trainer.head
-    head.copy_bonus = fit_copy_bonus(trainer.attached, trainer.data, plan.window, plan.depth)
+    head = trainer.head
+    head.copy_bonus = fit_copy_bonus(trainer.attached, trainer.data, trainer.plan.depth)
     write_head(out, trainer.head, bundle.trunk, bundle.provenance)
     family, data = headed_family(bundle.trunk), trainer.data
     facts = {
