@@ -16,6 +16,9 @@ from mtplx.depth import (
     best,
 )
 
+SMOOTH = Costs(
+    (1.0, 1.1, 1.2, 1.3, 1.38, 1.45, 1.52, 1.6, 1.65, 1.7, 1.75, 1.8, 1.85, 1.9, 1.95, 2.0), 0.09
+)
 FLAT = Costs((1.0, 1.02, 1.04), 0.01)
 STEEP = Costs((1.0, 1.9, 2.8), 0.3)
 # A second row is dear, more of them are free: no single draft pays, several do.
@@ -84,7 +87,7 @@ def test_the_best_depth_is_that_of_brute_force():
             assert best(acceptance, cost) == (pytest.approx(rate), depth)
 
 
-@pytest.mark.parametrize("costs", [DEFAULT_COSTS, FLAT, STEEP, STEP])
+@pytest.mark.parametrize("costs", [DEFAULT_COSTS, SMOOTH, FLAT, STEEP, STEP])
 @pytest.mark.parametrize(
     "table", [(0.9, 0.85, 0.8, 0.8), (0.6, 0.55, 0.5, 0.5), (0.75,) * 4, (0.2,) * 4, (0.95,) * 4]
 )
@@ -100,8 +103,8 @@ def test_the_rate_in_the_long_run_is_that_of_the_best_fixed_depth(costs, table):
 
 
 def test_at_the_start_depth_follows_the_priors():
-    assert AdaptiveDepth(DEFAULT_COSTS).best(HEAD_LIMIT).depth == 2
-    assert depth_of(AdaptiveDepth(DEFAULT_COSTS)) == 2
+    assert AdaptiveDepth(SMOOTH).best(HEAD_LIMIT).depth == 2
+    assert depth_of(AdaptiveDepth(SMOOTH)) == 2
     assert depth_of(AdaptiveDepth(FLAT)) > 3
     assert depth_of(AdaptiveDepth(STEEP)) == 0
 
@@ -115,7 +118,7 @@ def test_several_drafts_may_pay_where_one_does_not():
 
 
 def test_rejections_bring_it_to_depth_0_and_a_probe_brings_it_back():
-    policy = AdaptiveDepth(DEFAULT_COSTS)
+    policy = AdaptiveDepth(SMOOTH)
     depths = play(policy, 400, lambda *_: 0.02)
     assert depths[0] == 2
     late = depths[100:]
@@ -127,7 +130,7 @@ def test_rejections_bring_it_to_depth_0_and_a_probe_brings_it_back():
 
 
 def test_acceptance_near_1_takes_it_deep_and_never_past_the_limit():
-    depths = play(AdaptiveDepth(DEFAULT_COSTS), 300, lambda *_: 0.99)
+    depths = play(AdaptiveDepth(SMOOTH), 300, lambda *_: 0.99)
     assert set(depths[-100:]) == {HEAD_LIMIT}
     probing = AdaptiveDepth(FLAT)
     for _ in range(PROBE_EVERY):
@@ -136,14 +139,14 @@ def test_acceptance_near_1_takes_it_deep_and_never_past_the_limit():
 
 
 def test_a_probe_is_one_draft_more_than_pays():
-    policy = AdaptiveDepth(DEFAULT_COSTS)
+    policy = AdaptiveDepth(SMOOTH)
     depths = play(policy, 1600, lambda k, _: (0.6, 0.5, 0.4, 0.4)[min(k, 3)])
     probes, before = depths[PROBE_EVERY - 1 :: PROBE_EVERY], depths[PROBE_EVERY - 2 :: PROBE_EVERY]
     assert np.mean(probes) - np.mean(before) == pytest.approx(1, abs=0.1)
 
 
 def test_it_follows_a_text_that_changes():
-    policy = AdaptiveDepth(DEFAULT_COSTS)
+    policy = AdaptiveDepth(SMOOTH)
     assert min(play(policy, 300, lambda *_: 0.95)[-20:]) > 3
     assert np.mean(play(policy, 300, lambda *_: 0.05)[-50:]) < 0.5
     assert min(play(policy, 100, lambda *_: 0.95)[-20:]) > 3
@@ -151,7 +154,7 @@ def test_it_follows_a_text_that_changes():
 
 def test_a_confident_draft_is_followed_by_more():
     """Acceptance equals confidence: sure drafts are built upon, doubtful ones are not."""
-    policy = AdaptiveDepth(DEFAULT_COSTS)
+    policy = AdaptiveDepth(SMOOTH)
     values = (0.1, 0.3, 0.5, 0.7, 0.9, 0.99)
     play(policy, 2000, lambda _, c: c, lambda generator: generator.choice(values))
     assert not policy.more([0.1])
@@ -175,7 +178,7 @@ def test_drafts_behind_a_rejection_tell_nothing():
 
 
 def test_a_copy_is_judged_by_the_length_of_its_match():
-    policy = CopyDepth(DEFAULT_COSTS)
+    policy = CopyDepth(SMOOTH)
     short, long = (policy.best(n, COPY_LIMIT) for n in (2, 5))
     assert long.rate > short.rate > 1
     assert long.depth > short.depth
@@ -187,7 +190,7 @@ def test_a_copy_is_judged_by_the_length_of_its_match():
 
 def test_copies_are_learnt_from_what_was_emitted_whoever_drafted():
     """Two of three right after a match of 2; the third counts as copied after 4 tokens."""
-    policy, length_2 = CopyDepth(DEFAULT_COSTS), 1
+    policy, length_2 = CopyDepth(SMOOTH), 1
     for _ in range(60):
         policy.observe(2, [7, 8, 9, 9], [7, 8, 5, 9])
     tried = policy._lengths._tried
@@ -200,7 +203,7 @@ def test_copies_are_learnt_from_what_was_emitted_whoever_drafted():
 
 
 def test_a_round_without_a_match_only_lets_time_pass():
-    policy = CopyDepth(DEFAULT_COSTS)
+    policy = CopyDepth(SMOOTH)
     policy.observe(2, [7], [7])
     before = policy._rate(2)
     policy.observe(0, [], [3, 4])

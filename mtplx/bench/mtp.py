@@ -22,7 +22,7 @@ from .prompts import COPY_PROMPTS
 from .report import Report
 
 _SAMPLING = SamplerConfig(temperature=0.6, top_p=0.95, top_k=20)
-_EACH, _FEW, _FEW_IN_FULL = 12, 4, 12
+_EACH, _FEW, _FEW_IN_FULL = 12, 3, 12
 _DEPTHS = (0, 1, 2, 3, 4, 6)
 _TOKENS = 64
 

@@ -38,7 +38,7 @@ class Request:
         return shlex.join(words)
 
     def _given(self) -> Iterator[str]:
-        for name in ("shards", "steps", "depth", "vocabulary", "seed", "each"):
+        for name in ("shards", "steps", "depth", "vocabulary", "seed"):
             if getattr(self, name) != getattr(Request, name):
                 yield from (f"--{name}", str(getattr(self, name)))
         for path in self.prompts:
