@@ -7,7 +7,6 @@ import pytest
 
 from mtplx.depth import (
     COPY_LIMIT,
-    DEFAULT_COSTS,
     HEAD_LIMIT,
     PROBE_EVERY,
     AdaptiveDepth,
@@ -87,7 +86,7 @@ def test_the_best_depth_is_that_of_brute_force():
             assert best(acceptance, cost) == (pytest.approx(rate), depth)
 
 
-@pytest.mark.parametrize("costs", [DEFAULT_COSTS, SMOOTH, FLAT, STEEP, STEP])
+@pytest.mark.parametrize("costs", [SMOOTH, FLAT, STEEP, STEP])
 @pytest.mark.parametrize(
     "table", [(0.9, 0.85, 0.8, 0.8), (0.6, 0.55, 0.5, 0.5), (0.75,) * 4, (0.2,) * 4, (0.95,) * 4]
 )
