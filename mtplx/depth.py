@@ -70,8 +70,8 @@ class Costs:
         return self.copying(drafts) + drafts * self.draft
 
 
-# Where nothing has been measured: what `mtplx tune` found for SmolLM2-135M in float32 and its head on
-# 2 cores of a Zen 3 with OpenBLAS, to whose kernels an even number of rows suits best.
+# Where nothing has been measured: what `mtplx tune` found for SmolLM2-135M in float32 and its head
+# on 2 cores of a Zen 3 with OpenBLAS, to whose kernels an even number of rows suits best.
 DEFAULT_COSTS = Costs(
     (1.0, 1.02, 1.25, 1.02, 1.27, 1.28, 1.49, 1.37, 1.6, 1.65, 1.71, 1.76, 1.81), 0.11
 )

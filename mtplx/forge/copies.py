@@ -22,7 +22,7 @@ _TEMPERATURE = 0.6
 
 
 def fit_copy_bonus(attached: AttachedHead, data: Data, depth: int) -> tuple[float, ...]:
-    """The bonus after matches of 1, 2, ... ``LONGEST`` tokens and more, for drafts up to a depth."""
+    """The bonus after matches of 1, 2, ... ``LONGEST`` or more tokens; depth: of the drafts."""
     kept = np.zeros((LONGEST, len(_GRID)))
     batch = data.check(data.length)
     for row in range(len(batch.tokens)):
