@@ -32,7 +32,7 @@ COPY_PRIORS = (0.2, 0.4, 0.55, 0.6, 0.7, 0.75, 0.85, 0.9)
 EDGES = (0.2, 0.4, 0.6, 0.8, 0.95)
 PRIOR_WEIGHT = 4.0
 FADING = 0.99
-PROBE_EVERY = 16
+PROBE_EVERY = 32
 HEAD_LIMIT, COPY_LIMIT = 8, 12
 
 
@@ -126,7 +126,7 @@ class AdaptiveDepth:
     """How far a head drafts in each round of one sequence.
 
     The chance of a draft to be kept is estimated by its position and its own probability; before
-    it is drawn, by the position alone. What is never drafted is never learnt: every 16th round
+    it is drawn, by the position alone. What is never drafted is never learnt: every 32nd round
     drafts one token more than pays, so that depth 0 is not for ever either.
     """
 
