@@ -21,8 +21,8 @@ class Request:
     trunk: str
     out: Path
     prompts: tuple[Path, ...] = ()
-    shards: int = 10
-    steps: int = 1600
+    shards: int = 8
+    steps: int = 1400
     depth: int = 3
     vocabulary: int = 16384
     seed: int = 0

@@ -37,7 +37,7 @@ class DataPlan:
     """
 
     seed: int = 0
-    shards: int = 10
+    shards: int = 8
     rows: int = 256
     length: int = 320
     levels: tuple[int, ...] = ()

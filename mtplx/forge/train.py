@@ -44,7 +44,7 @@ class TrainPlan:
     """
 
     seed: int = 0
-    steps: int = 1600
+    steps: int = 1400
     rows: int = 12
     window: int = 128
     depth: int = 3
