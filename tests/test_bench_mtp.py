@@ -135,7 +135,7 @@ def test_the_grid(bundle):
     assert len(lines) == 2 + 15
     assert lines[0].startswith("| T | top-p | acceptance at position 1 |")
     assert all(line.count("|") == lines[0].count("|") for line in lines)
-    assert len(report.figures) == 15 * 4
+    assert len(report.figures) == 15 * 5
     for p in ("p05", "p095", "p1"):
         assert report.figures[f"acceptance_1_t0_{p}"] == report.figures["acceptance_1_t0_p1"]
         assert 1 <= report.figures[f"acceptance_length_t15_{p}"] <= 4

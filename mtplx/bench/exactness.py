@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from math import sqrt
 from pathlib import Path
 
 from .. import heldout
@@ -22,6 +23,7 @@ TEMPERATURES = (0.0, 0.3, 0.6, 1.0, 1.5)
 TOP_P = (0.5, 0.95, 1.0)
 _EACH = 3
 _TOKENS = 48
+_ERROR = "_standard_error"
 _SHOWN = {
     "acceptance_1": "acceptance at position 1",
     "acceptance_length": "acceptance length",
@@ -41,11 +43,16 @@ class Grid(Report):
     def table(self) -> str:
         """One row for every point."""
         rows = [
-            [f"{t:g}", f"{p:g}", *(number(self.figures[_key(name, t, p)]) for name in _SHOWN)]
+            [f"{t:g}", f"{p:g}", *(self._shown(name, t, p) for name in _SHOWN)]
             for t in TEMPERATURES
             for p in TOP_P
         ]
         return markdown_table(["T", "top-p", *_SHOWN.values()], rows)
+
+    def _shown(self, name: str, t: float, p: float) -> str:
+        value = number(self.figures[_key(name, t, p)])
+        error = self.figures.get(_key(name + _ERROR, t, p))
+        return value if error is None else f"{value} ± {number(error)}"
 
     def plot(self, path: Path) -> None:
         """Acceptance, acceptance length and speed over T, a line for every top-p, as a PNG."""
@@ -100,8 +107,12 @@ def _point(
         before=lambda: step(f"T = {t:g}, top-p = {p:g}"),
     )
     drafted, plain = summed(found["k3"]), summed(found["ar"])
+    kept = next(iter(drafted.acceptance_by_position), None)
     return {
-        "acceptance_1": next(iter(drafted.acceptance_by_position), None),
+        "acceptance_1": kept,
+        "acceptance_1" + _ERROR: None
+        if kept is None
+        else sqrt(kept * (1 - kept) / drafted.drafted[0]),
         "acceptance_length": drafted.acceptance_length,
         "tokens_per_second": drafted.tokens_per_second,
         "speed_vs_ar": drafted.tokens_per_second / plain.tokens_per_second,
