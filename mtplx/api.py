@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +14,9 @@ from .depth import COPY_LIMIT, HEAD_LIMIT, Costs
 from .drafters import AutoDrafter, Drafter, MTPDrafter, NgramDrafter, NoDrafter
 from .errors import RequestError
 from .families import family_of
+from .grammar import compile_grammar
 from .load import Bundle
+from .logprobs import TokenLogprob
 from .metrics import Stats
 from .options import Options
 from .rng import Draws
@@ -23,6 +25,7 @@ from .sequence import Sequence as EngineSequence
 from .state import State
 from .text import Segment, TextOutput
 
+OnRound = Callable[[engine.Round], None] | None
 Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
 
 # JSON readers that know only doubles keep integers below 2^53 exact.
@@ -35,12 +38,14 @@ class Chunk:
 
     The texts and ids of all chunks are those of the result: what may still become part of a stop
     string is held back, ids included, so a chunk may be empty.
-    finish_reason: None until the last chunk, then "stop" or "length".
+    finish_reason: None until the last chunk, then "stop" or "length".  logprobs: one for each id,
+    if they were asked for.
     """
 
     segments: tuple[Segment, ...]
     token_ids: tuple[int, ...]
     finish_reason: str | None
+    logprobs: tuple[TokenLogprob, ...] | None = None
 
     @property
     def text(self) -> str:
@@ -53,7 +58,8 @@ class Generation:
     """A finished output.
 
     token_ids: without the prompt; a final end-of-sequence token is among them; cut where the text
-    is cut. finish_reason: "stop" (end of sequence or stop string) or "length".
+    is cut. finish_reason: "stop" (end of sequence or stop string) or "length". logprobs: one for
+    each id, None if they were not asked for.
     """
 
     text: str
@@ -61,6 +67,7 @@ class Generation:
     finish_reason: str
     seed: int
     stats: Stats
+    logprobs: list[TokenLogprob] | None = None
 
 
 class Stream:
@@ -69,9 +76,9 @@ class Stream:
     Stopping early is safe: between rounds the sequence is always a committed one.
     """
 
-    def __init__(self, sequence: EngineSequence, vocab_size: int):
+    def __init__(self, sequence: EngineSequence, vocab_size: int, on_round: OnRound = None):
         self.sequence = sequence
-        self._engine = engine.Engine(vocab_size)
+        self._engine = engine.Engine(vocab_size, on_round)
         self._texts: list[str] = []
 
     def __iter__(self) -> Iterator[Chunk]:
@@ -79,10 +86,13 @@ class Stream:
         sequence = self.sequence
         while sequence.finish_reason is None:
             self._engine.step([sequence])
+            taken, noted = sequence.ids_taken, sequence.logprobs
+            ids = tuple(sequence.take_ids())
             chunk = Chunk(
                 tuple(sequence.take_segments()),
-                tuple(sequence.take_ids()),
+                ids,
                 sequence.finish_reason,
+                None if noted is None else tuple(noted[taken : taken + len(ids)]),
             )
             self._texts.append(chunk.text)
             yield chunk
@@ -98,6 +108,7 @@ class Stream:
             str(sequence.finish_reason),
             sequence.draws.seed,
             sequence.stats,
+            sequence.logprobs,
         )
 
 
@@ -158,7 +169,9 @@ def _check_bias(bundle: Bundle, options: Options) -> None:
     vocab = vocab_size(bundle)
     for token in options.sampling.logit_bias or ():
         if token >= vocab:
-            raise RequestError(f"logit_bias has token id {token}, outside [0, {vocab})")
+            raise RequestError(
+                f"logit_bias or banned_ids has token id {token}, outside [0, {vocab})"
+            )
 
 
 def _drafter(bundle: Bundle, draft: str, known: Costs | None) -> Drafter:
@@ -174,8 +187,21 @@ def _drafter(bundle: Bundle, draft: str, known: Costs | None) -> Drafter:
     return AutoDrafter(mtp, None if draft == "mtp" else NgramDrafter(), known)
 
 
-def start(bundle: Bundle, prompt: Prompt, options: Options) -> Stream:
-    """A stream that has not run anything yet; see ``stream``."""
+def _history(bundle: Bundle, ids: Sequence[int], options: Options) -> History:
+    schema, eos_ids, grammar = options.json_schema, bundle.tokenizer.eos_ids, None
+    if schema is not None or options.regex is not None:
+        text = None if schema is None else str(schema)
+        grammar = compile_grammar(bundle.tokenizer, json_schema=text, regex=options.regex)
+    return History(
+        options.sampling, ids, eos_ids=eos_ids, min_tokens=options.min_tokens, grammar=grammar
+    )
+
+
+def start(bundle: Bundle, prompt: Prompt, options: Options, on_round: OnRound = None) -> Stream:
+    """A stream that has not run anything yet; see ``stream``.
+
+    on_round: called with what each round saw and decided, an ``engine.Round``.
+    """
     ids = encode_prompt(bundle, prompt, chat=options.chat)
     room = _room(bundle, ids, options.max_tokens)
     _check_bias(bundle, options)
@@ -183,7 +209,7 @@ def start(bundle: Bundle, prompt: Prompt, options: Options) -> Stream:
     known, told = costs.in_force(bundle) if depth == "auto" else (None, None)
     drafter = _drafter(bundle, options.draft, known)
     family = bundle.attached.family if bundle.attached and drafter.needs_hidden else None
-    rule = options.verify or ("token" if options.seed is None else "coupled")
+    rule = options.verify or ("block" if options.seed is None else "coupled")
     seed = secrets.randbits(_SEED_BITS) if options.seed is None else options.seed
     drafter.observe(ids, None)
     sequence = EngineSequence(
@@ -192,15 +218,16 @@ def start(bundle: Bundle, prompt: Prompt, options: Options) -> Stream:
         max_tokens=room,
         state=State(family or family_of(bundle.trunk)),
         drafter=drafter,
-        history=History(options.sampling, tuple(ids)),
+        history=_history(bundle, ids, options),
         draws=Draws(seed),
         rule=rule,
         depth=max(HEAD_LIMIT, COPY_LIMIT) if isinstance(depth, str) else depth,
         eos_ids=bundle.tokenizer.eos_ids,
         output=TextOutput(bundle.tokenizer.detokenizer(), tuple(options.stop)),
         stats=Stats(drafter.name, rule, depth, max_tokens=room, prompt_tokens=len(ids), costs=told),
+        top_logprobs=options.top_logprobs if options.logprobs else None,
     )
-    return Stream(sequence, vocab_size(bundle))
+    return Stream(sequence, vocab_size(bundle), on_round)
 
 
 def stream(bundle: Bundle, prompt: Prompt, **options: Any) -> Stream:

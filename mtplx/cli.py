@@ -6,6 +6,7 @@ Exit codes: 0 done, 1 it failed, 2 the command is wrong, 130 interrupted.
 from __future__ import annotations
 
 import sys
+from dataclasses import asdict, fields
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -65,6 +66,14 @@ Bias = Annotated[
     list[str] | None,
     typer.Option(metavar="ID=AMOUNT", help="Added to a token's logit; -inf bans it. Repeat."),
 ]
+Ban = Annotated[list[int] | None, typer.Option(metavar="ID", help="Bans a token. Repeat.")]
+MinTokens = Annotated[int, typer.Option(help="No end of sequence before so many tokens.")]
+JsonSchema = Annotated[
+    Path | None, typer.Option(metavar="FILE", help="The text is JSON of this schema.")
+]
+Regex = Annotated[str | None, typer.Option(metavar="RE", help="All of the text matches it.")]
+Logprobs = Annotated[bool, typer.Option("--logprobs", help="With --json: log p of each token.")]
+TopLogprobs = Annotated[int, typer.Option(help="With --logprobs: so many of the likeliest.")]
 Seed = Annotated[int | None, typer.Option(help="Drawn and reported if not given.")]
 MaxTokens = Annotated[int, typer.Option("--max-tokens", "-n", help="At most so many.")]
 Stop = Annotated[
@@ -82,7 +91,7 @@ Depth = Annotated[
 Verify = Annotated[
     RuleName | None,
     typer.Option(
-        help="Default: coupled with --seed (the same text with and without drafts), else token."
+        help="Default: coupled with --seed (the same text with and without drafts), else block."
     ),
 ]
 Raw = Annotated[bool, typer.Option("--raw", help="No chat template.")]
@@ -130,11 +139,28 @@ def _depth(text: str) -> Any:
         return text
 
 
-def _sampling(**fields: Any) -> SamplerConfig:
+def _options(given: dict[str, Any]) -> Options:
+    """The options of ``generate``, by the names of its parameters."""
+    sampling = {f.name: given[f.name] for f in fields(SamplerConfig) if f.name in given}
+    sampling["logit_bias"] = _bias(given["logit_bias"] or [])
+    sampling["banned_ids"] = given["ban"] or ()
+    options = {f.name: given[f.name] for f in fields(Options) if f.name in given}
+    options |= {"depth": _depth(given["depth"]), "stop": tuple(given["stop"] or ())}
+    if given["json_schema"] is not None:
+        options["json_schema"] = _read_file(given["json_schema"])
+    if given["logprobs"] and not given["as_json"]:
+        raise RequestError("--logprobs needs --json")
     try:
-        return SamplerConfig(**fields)
+        return Options(SamplerConfig(**sampling), chat=not given["raw"], **options)
     except ValueError as e:
         raise RequestError(str(e)) from None
+
+
+def _read_file(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as e:
+        raise RequestError(f"{path} cannot be read: {e}") from None
 
 
 def _read_prompt(prompt: str | None) -> str:
@@ -157,7 +183,10 @@ def _start(prompt: str, options: Options, blas: Choice, model: str, **how: Any) 
 
 def _result(result: Any) -> dict[str, Any]:
     keys = ("text", "token_ids", "finish_reason", "seed")
-    return {**{key: getattr(result, key) for key in keys}, "stats": result.stats.to_dict()}
+    told = {**{key: getattr(result, key) for key in keys}, "stats": result.stats.to_dict()}
+    if result.logprobs is not None:
+        told["logprobs"] = [asdict(each) for each in result.logprobs]
+    return told
 
 
 @app.command()
@@ -172,9 +201,15 @@ def generate(
     frequency_penalty: Penalty = 0.0,
     repetition_penalty: Repetition = 1.0,
     logit_bias: Bias = None,
+    ban: Ban = None,
     seed: Seed = None,
     max_tokens: MaxTokens = 256,
+    min_tokens: MinTokens = 0,
     stop: Stop = None,
+    json_schema: JsonSchema = None,
+    regex: Regex = None,
+    logprobs: Logprobs = False,
+    top_logprobs: TopLogprobs = 0,
     draft: Draft = "auto",
     depth: Depth = "auto",
     verify: Verify = None,
@@ -187,27 +222,9 @@ def generate(
     blas: Blas = "auto",
 ) -> None:
     """Generate text from a prompt: exactly what plain decoding would say, only faster."""
+    given = locals()
     with _reported():
-        sampling = _sampling(
-            temperature=temperature,
-            top_p=top_p,
-            top_k=top_k,
-            min_p=min_p,
-            presence_penalty=presence_penalty,
-            frequency_penalty=frequency_penalty,
-            repetition_penalty=repetition_penalty,
-            logit_bias=_bias(logit_bias or []),
-        )
-        options = Options(
-            sampling=sampling,
-            max_tokens=max_tokens,
-            seed=seed,
-            stop=tuple(stop or ()),
-            draft=draft,
-            depth=_depth(depth),
-            verify=verify,
-            chat=not raw,
-        )
+        options = _options(given)
         how = {"weights": weights, "head": head, "any_trunk": any_trunk}
         stream = _start(_read_prompt(prompt), options, blas, model, **how)
         if as_json:

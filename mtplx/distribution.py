@@ -128,6 +128,36 @@ def same_vocabulary(target_p: Distribution, draft_q: Distribution) -> int:
     return size
 
 
+def support(distribution: Distribution) -> tuple[Ids, Floats]:
+    """Ids of positive probability, ascending, and their probabilities."""
+    if isinstance(distribution, SparseDistribution):
+        ids, probs = distribution.token_ids, distribution.probs
+        if ids.size > 1 and not (ids[1:] > ids[:-1]).all():
+            order = np.argsort(ids, kind="stable")
+            ids, probs = ids[order], probs[order]
+    else:
+        probs = np.asarray(distribution, dtype=np.float64)
+        ids = np.arange(probs.size)
+    keep = probs > 0
+    return (ids, probs) if keep.all() else (ids[keep], probs[keep])
+
+
+def excess(p: Distribution, q: Distribution, scale: float = 1.0) -> tuple[Ids, Floats]:
+    """(scale p - q)+ as ids, ascending, and positive masses; may be empty. NaN terms count as 0."""
+    size = same_vocabulary(p, q)
+    ids, mass = support(p)
+    if isinstance(q, SparseDistribution):
+        q_ids, q_mass = q.token_ids, q.probs
+    else:
+        q_ids, q_mass = np.arange(size), q
+    place = np.minimum(np.searchsorted(ids, q_ids), ids.size - 1)
+    found = ids[place] == q_ids
+    mass = scale * mass
+    mass[place[found]] -= q_mass[found]
+    keep = mass > 0.0
+    return ids[keep], mass[keep]
+
+
 def inverse_cdf(probs: Distribution, uniform: float) -> int:
     """The first id, ascending, at which the cumulative mass exceeds ``uniform`` in [0, 1)."""
     if isinstance(probs, SparseDistribution):

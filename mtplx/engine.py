@@ -1,14 +1,17 @@
 """The round: draft, verify, accept, roll back, emit.
 
 Plain decoding is the same round without drafts: the trunk runs over the last token alone, and the
-next one is drawn from the only row.
+next one is drawn from the only row. ``Engine(..., on_round=f)`` calls f with a ``Round`` after
+each, for whoever measures the running engine: logits, laws and verdict, which are not kept
+otherwise.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Sequence_
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import cache
 from time import perf_counter
 
@@ -19,14 +22,36 @@ from .drafters import Draft, Proposal
 from .errors import StateError
 from .metrics import Stats
 from .sequence import Sequence
-from .verify import verify
+from .verify import Verdict, verify
+
+
+@dataclass(frozen=True)
+class Round:
+    """What one round saw and decided; the sequence is committed already.
+
+    start: absolute position of the first emitted token.  draft: x1..xK and its q rows.  logits:
+    (K + 1, vocab) of the trunk, before the law.  p_rows: K + 1 laws; row i follows x1..xi, and is
+    the law of emitted[i].  emitted: tokens appended; the sequence's end may have cut the verdict's.
+    """
+
+    sequence: Sequence
+    start: int
+    draft: Draft
+    logits: mx.array
+    p_rows: Sequence_[SparseDistribution]
+    verdict: Verdict
+    emitted: list[int]
 
 
 class Engine:
-    """Advances sequences by rounds. It holds nothing of them: everything is in ``Sequence``."""
+    """Advances sequences by rounds. It holds nothing of them: everything is in ``Sequence``.
 
-    def __init__(self, vocab_size: int):
+    on_round: called with every round; what it raises goes to the caller of ``step``.
+    """
+
+    def __init__(self, vocab_size: int, on_round: Callable[[Round], None] | None = None):
         self.vocab_size = vocab_size
+        self.on_round = on_round
 
     def step(self, sequences: Sequence_[Sequence]) -> None:
         """One round of every sequence that is not finished; each emits at least one token.
@@ -34,13 +59,22 @@ class Engine:
         A sequence's output does not depend on which others are in the list. If drafting, the
         forward, the verification or the rollback is interrupted or fails, the sequence is as it
         was before. If that happens while tokens are being committed, it is not, and going on with
-        it is refused with ``StateError``.
+        it is refused with ``StateError``. An error of one sequence is kept in its ``error`` and
+        raised, the first one if there are more, when all others have had their round.
         """
+        errors = []
         for sequence in sequences:
             if sequence.finish_reason is None:
-                _check_whole(sequence)
-                self._prefill(sequence)
-                self._round(sequence)
+                sequence.error = None
+                try:
+                    _check_whole(sequence)
+                    self._prefill(sequence)
+                    self._round(sequence)
+                except Exception as e:
+                    sequence.error = e
+                    errors.append(e)
+        if errors:
+            raise errors[0]
 
     def _prefill(self, sequence: Sequence) -> None:
         missing = sequence.tokens[sequence.state.length : -1]
@@ -87,6 +121,7 @@ class Engine:
                 state.rollback(mark, sequence.tokens[start - 1 : start - 1 + taken])
             known = hidden[:taken] if hidden is not None and sequence.drafter.needs_hidden else None
             sequence.drafter.observe(emitted[:taken], known)
+            sequence.note(emitted[:taken], p_rows)
             shown = sequence.output.kept_tokens() - (start - sequence.prompt_length)
             accepted = max(0, min(verdict.accepted, taken, shown))
             source = (draft.source or sequence.drafter.name) if draft.tokens else "none"
@@ -94,6 +129,9 @@ class Engine:
         if sequence.finish_reason is not None:
             state.drop_ahead()
         sequence.committing = False
+        if self.on_round is not None:
+            taken_ids = emitted[:taken]
+            self.on_round(Round(sequence, start, draft, logits, p_rows, verdict, taken_ids))
 
     def _run_ahead(self, sequence: Sequence, logits: mx.array) -> None:
         """Start the next round's forward where the device can tell the next token by itself."""
@@ -102,7 +140,7 @@ class Engine:
             sequence.state.run_ahead(likely)
 
     def _draft(self, sequence: Sequence, depth: int) -> Draft:
-        """A draft block that ends at its first end-of-sequence token."""
+        """A draft block that ends at its first end of sequence, or where constraints end it."""
         start = len(sequence.tokens)
 
         def draw(offset: int, q: SparseDistribution) -> int:
@@ -112,12 +150,16 @@ class Engine:
 
         proposal = Proposal(sequence.history.draft_law, draw, self.vocab_size)
         draft = sequence.drafter.propose(depth, proposal)
+        length = len(draft.tokens)
         for i, token in enumerate(draft.tokens):
             if not 0 <= token < self.vocab_size:
                 raise ValueError(f"drafted id {token} is outside of [0, {self.vocab_size})")
             if token in sequence.eos_ids:
-                return Draft(draft.tokens[: i + 1], draft.q_rows[: i + 1], draft.source)
-        return draft
+                length = i + 1
+                break
+        block = draft.tokens[:length], draft.q_rows[:length]
+        usable = sequence.history.constraints.usable(*block)
+        return Draft(block[0][:usable], block[1][:usable], draft.source)
 
 
 @cache

@@ -2,7 +2,7 @@
 
 The ways to decode run side by side in one process, prompt by prompt, and their order is turned
 round every time. Sampling is top-p 0.95 and top-k 20; prompt i has the seed i. Acceptance is that
-of the token rule, the default without a seed: under it the texts of the ways differ.
+of the token rule: under it the texts of the ways differ.
 """
 
 from __future__ import annotations

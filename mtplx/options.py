@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Integral
 from typing import Any, Literal, get_args
@@ -11,10 +12,17 @@ from .errors import RequestError
 from .sampler_config import SamplerConfig
 
 DraftSource = Literal["auto", "mtp", "ngram", "none"]
-RuleName = Literal["token", "coupled"]
+RuleName = Literal["token", "block", "coupled"]
 WeightsForm = Literal["auto", "packed", "float32"]
 Depth = int | Literal["auto"]
 MAX_DEPTH = 64
+_LIMITS: dict[str, tuple[int, int | None]] = {
+    "max_tokens": (1, None),
+    "seed": (0, 2**64 - 1),
+    "depth": (0, MAX_DEPTH),
+    "min_tokens": (0, None),
+    "top_logprobs": (0, None),
+}
 
 
 @dataclass(frozen=True)
@@ -26,8 +34,11 @@ class Options:
     not shown.  draft: where drafts come from; "auto" is the model's own MTP head if it has one,
     or n-grams in the rounds in which they promise more, or n-grams alone.  depth: most tokens
     drafted a round, from the head if there is one where draft is "auto"; "auto" is as many as pay.
-    verify: "token" or "coupled"; None is "coupled" (the same text with and without drafts) where a
-    seed is given, else "token".  chat: put a plain string through the model's chat template.
+    verify: "token", "block" or "coupled"; None is "coupled" (the same text with and without drafts)
+    where a seed is given, else "block".  chat: put a plain string through the chat template.
+    min_tokens: no end of sequence before so many tokens.  json_schema (a mapping, or JSON), regex:
+    the text must match all of it; one of them at most.  logprobs: log p of every token, p the law
+    it was drawn from.  top_logprobs: so many of the likeliest tokens beside it; needs logprobs.
     """
 
     sampling: SamplerConfig = field(default_factory=SamplerConfig)
@@ -38,13 +49,17 @@ class Options:
     depth: Depth = "auto"
     verify: RuleName | None = None
     chat: bool = True
+    min_tokens: int = 0
+    json_schema: str | Mapping[str, Any] | bool | None = None
+    regex: str | None = None
+    logprobs: bool = False
+    top_logprobs: int = 0
 
     def __post_init__(self) -> None:
         """Check every field."""
         if not isinstance(self.sampling, SamplerConfig):
             raise RequestError(f"sampling must be a SamplerConfig, not {self.sampling!r}")
-        limits = {"max_tokens": (1, None), "seed": (0, 2**64 - 1), "depth": (0, MAX_DEPTH)}
-        for name, (low, high) in limits.items():
+        for name, (low, high) in _LIMITS.items():
             value = getattr(self, name)
             if not (value is None and name == "seed") and not (value == "auto" and name == "depth"):
                 object.__setattr__(self, name, _checked_integer(name, value, low, high))
@@ -52,8 +67,29 @@ class Options:
         _check_choice("draft", self.draft, get_args(DraftSource))
         if self.verify is not None:
             _check_choice("verify", self.verify, get_args(RuleName))
-        if not isinstance(self.chat, bool):
-            raise RequestError(f"chat must be True or False, not {self.chat!r}")
+        for name in ("chat", "logprobs"):
+            if not isinstance(getattr(self, name), bool):
+                raise RequestError(f"{name} must be True or False, not {getattr(self, name)!r}")
+        self._check_together()
+
+    def _check_together(self) -> None:
+        if self.min_tokens > self.max_tokens:
+            raise RequestError(f"min_tokens {self.min_tokens} is above max_tokens")
+        if self.top_logprobs and not self.logprobs:
+            raise RequestError("top_logprobs needs logprobs")
+        if self.json_schema is not None and self.regex is not None:
+            raise RequestError("json_schema or regex, not both")
+        if not isinstance(self.regex, str | None):
+            raise RequestError(f"regex must be a string, not {self.regex!r}")
+        if not isinstance(self.json_schema, str | None):
+            object.__setattr__(self, "json_schema", _json(self.json_schema))
+
+
+def _json(schema: Any) -> str:
+    try:
+        return json.dumps(dict(schema) if isinstance(schema, Mapping) else schema)
+    except (TypeError, ValueError) as e:
+        raise RequestError(f"json_schema cannot be written as JSON: {e}") from None
 
 
 def _checked_integer(name: str, value: Any, low: int, high: int | None) -> int:

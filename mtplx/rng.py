@@ -31,7 +31,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from .distribution import Distribution, Floats, Ids, SparseDistribution
+from .distribution import Distribution, Floats, support
 
 Key = tuple[int, int]
 
@@ -67,9 +67,17 @@ def threefry2x32(key: Key, counter0: Any, counter1: Any) -> tuple[Any, Any]:
     return x0, x1
 
 
-def _fold(key: Key, high: int, low: int) -> Key:
-    words = threefry2x32(key, np.array([high], np.uint32), np.array([low], np.uint32))
-    return int(words[0][0]), int(words[1][0])
+def _fold(key: Key, x0: int, x1: int) -> Key:
+    """``threefry2x32`` of one counter in Python's integers: 20 times as fast as arrays of one."""
+    keys = (key[0], key[1], key[0] ^ key[1] ^ _PARITY)
+    x0, x1 = (x0 + keys[0]) & _WORD, (x1 + keys[1]) & _WORD
+    for block in range(5):
+        for rotation in _ROTATIONS[block % 2]:
+            x0 = (x0 + x1) & _WORD
+            x1 = (((x1 << rotation) | (x1 >> (32 - rotation))) & _WORD) ^ x0
+        x0 = (x0 + keys[(block + 1) % 3]) & _WORD
+        x1 = (x1 + keys[(block + 2) % 3] + block + 1) & _WORD
+    return x0, x1
 
 
 def _word(name: str, value: int, bits: int) -> int:
@@ -100,6 +108,9 @@ def derive_key(domain: Domain, seed: int, stream: int = 0, offset: int = 0) -> K
 
 def uniforms(key: Key, position: int, token_ids: NDArray[np.integer]) -> Floats:
     """Uniforms in (0, 1), one a token id: (k + 1/2) 2^-52, k the top 52 bits of two words."""
+    if token_ids.size == 1 and token_ids.ndim == 1:
+        one, two = _fold(key, int(token_ids[0]), position)
+        return np.array([(((one << 20) | (two >> 12)) + 0.5) * 2.0**-52])
     counter = token_ids.astype(np.uint32)
     first, second = threefry2x32(key, counter, np.full_like(counter, position))
     k = (first.astype(np.uint64) << np.uint64(20)) | (second >> np.uint32(12))
@@ -109,20 +120,6 @@ def uniforms(key: Key, position: int, token_ids: NDArray[np.integer]) -> Floats:
 def exponentials(key: Key, position: int, token_ids: NDArray[np.integer]) -> Floats:
     """Exp(1) noise, one a token id: -log(1 - u)."""
     return -np.log1p(-uniforms(key, position, token_ids))
-
-
-def support(distribution: Distribution) -> tuple[Ids, Floats]:
-    """Ids of positive probability, ascending, and their probabilities."""
-    if isinstance(distribution, SparseDistribution):
-        ids, probs = distribution.token_ids, distribution.probs
-        if ids.size > 1 and not (ids[1:] > ids[:-1]).all():
-            order = np.argsort(ids, kind="stable")
-            ids, probs = ids[order], probs[order]
-    else:
-        probs = np.asarray(distribution, dtype=np.float64)
-        ids = np.arange(probs.size)
-    keep = probs > 0
-    return (ids, probs) if keep.all() else (ids[keep], probs[keep])
 
 
 def race(key: Key, position: int, distribution: Distribution) -> int:

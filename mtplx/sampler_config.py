@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import isfinite, isnan
 from numbers import Integral, Real
@@ -63,6 +63,17 @@ def _checked_bias(bias: Any) -> Mapping[int, float]:
     return checked
 
 
+def _checked_ids(ids: Any) -> tuple[int, ...]:
+    try:
+        listed = tuple(ids)
+    except TypeError:
+        raise ValueError(f"banned_ids must be token ids, not {ids!r}") from None
+    for token in listed:
+        if isinstance(token, bool) or not isinstance(token, Integral) or token < 0:
+            raise ValueError(f"banned_ids has {token!r}, which is not a token id")
+    return tuple(int(token) for token in listed)
+
+
 @dataclass(frozen=True)
 class SamplerConfig:
     """Sampling parameters, checked when built; a bad field raises ``ValueError`` naming it.
@@ -72,6 +83,7 @@ class SamplerConfig:
     presence_penalty, frequency_penalty: finite, clamped to [-2, 2] when applied; 0 is off.
     repetition_penalty: > 0; 1 is off.
     logit_bias: token id -> amount added to its logit; -inf bans the token.
+    banned_ids: token ids that are banned: each becomes a ``logit_bias`` of -inf.
     """
 
     temperature: float = 0.6
@@ -82,6 +94,7 @@ class SamplerConfig:
     min_p: float = 0.0
     repetition_penalty: float = 1.0
     logit_bias: Mapping[int, float] | None = field(default=None, hash=False)
+    banned_ids: Sequence[int] = ()
 
     def __post_init__(self) -> None:
         """Check every field and store it as a plain float, int or dict of its own."""
@@ -94,5 +107,8 @@ class SamplerConfig:
             raise ValueError(f"min_p must be in [0, 1], not {self.min_p!r}")
         if self.repetition_penalty <= 0.0:
             raise ValueError(f"repetition_penalty must be > 0, not {self.repetition_penalty!r}")
-        if self.logit_bias is not None:
-            object.__setattr__(self, "logit_bias", _checked_bias(self.logit_bias))
+        object.__setattr__(self, "banned_ids", _checked_ids(self.banned_ids))
+        if self.logit_bias is not None or self.banned_ids:
+            bias = _checked_bias({} if self.logit_bias is None else self.logit_bias)
+            bias = {**bias, **dict.fromkeys(self.banned_ids, float("-inf"))}
+            object.__setattr__(self, "logit_bias", bias)

@@ -35,6 +35,7 @@ from .distribution import (
     SparseDistribution,
     _probability,
     as_dense,
+    excess,
     inverse_cdf,
     same_vocabulary,
     vector,
@@ -224,13 +225,8 @@ def residual_distribution(target_p: Distribution, draft_q: Distribution) -> Dist
     """
     size = same_vocabulary(target_p, draft_q)
     if isinstance(target_p, SparseDistribution) and isinstance(draft_q, SparseDistribution):
-        order = np.argsort(target_p.token_ids, kind="stable")
-        ids, p = target_p.token_ids[order], target_p.probs[order]
-        excess = p - np.array([draft_q.probability(int(t)) for t in ids])
-        mass = np.where(excess > 0.0, excess, 0.0)
-        if not mass.sum() > 0.0:
-            return target_p
-        return SparseDistribution(ids[mass > 0.0], mass[mass > 0.0], size)
+        ids, mass = excess(target_p, draft_q)
+        return SparseDistribution(ids, mass, size) if ids.size else target_p
     p = as_dense(target_p)
     for candidate in (p - as_dense(draft_q), p):
         mass = np.where(np.isfinite(candidate) & (candidate > 0.0), candidate, 0.0)

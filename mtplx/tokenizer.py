@@ -87,6 +87,10 @@ class Tokenizer:
         """The vocabulary's own spelling of one id (byte-level spelling, special tokens shown)."""
         return self._backend.id_to_token(self._check(token_id)) or ""
 
+    def to_json(self) -> str:
+        """The whole tokenizer in the form of ``tokenizer.json``."""
+        return self._backend.to_str()
+
     def detokenizer(self) -> StreamDetokenizer:
         """A new decoder for one stream of ids; its pieces add up to ``decode`` of them all."""
         return StreamDetokenizer(self._table, self.vocab_size)

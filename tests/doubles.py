@@ -219,6 +219,9 @@ def new_sequence(
     eos_ids: Sequence[int] = (),
     stops: Sequence[str] = (),
     detokenizer: Any = None,
+    min_tokens: int = 0,
+    grammar: Any = None,
+    top_logprobs: int | None = None,
 ) -> EngineSequence:
     """A sequence without a bundle; ``family`` may be a bare mlx_lm trunk."""
     if not isinstance(family, Family):
@@ -231,13 +234,16 @@ def new_sequence(
         max_tokens=max_tokens,
         state=State(family),
         drafter=chosen,
-        history=History(config, tuple(prompt)),
+        history=History(
+            config, tuple(prompt), eos_ids=eos_ids, min_tokens=min_tokens, grammar=grammar
+        ),
         draws=Draws(seed),
         rule=rule,
         depth=depth,
         eos_ids=frozenset(eos_ids),
         output=TextOutput(detokenizer or Spelling(), stops),
         stats=Stats(chosen.name, rule, depth, prompt_tokens=len(prompt)),
+        top_logprobs=top_logprobs,
     )
 
 

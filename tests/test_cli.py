@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -132,6 +133,47 @@ def test_standard_input_is_the_prompt_and_drafts_do_not_change_the_text(model):
     plain = json.loads(run("generate", *common, "--draft", "none", stdin=prompt).stdout)
     assert drafted["stats"]["rule"] == plain["stats"]["rule"] == "coupled"
     assert drafted["text"] == plain["text"]
+
+
+def test_a_schema_and_a_regex_bind_the_text(model, tmp_path):
+    schema = tmp_path / "schema.json"
+    schema.write_text('{"type": "array", "items": {"enum": [1, 2]}, "minItems": 2, "maxItems": 3}')
+    common = ["generate", "Say it.", "-m", model, "--seed", "1"]
+    found = json.loads(run(*common, "--json-schema", str(schema)).stdout)
+    assert 2 <= len(found) <= 3
+    assert set(found) <= {1, 2}
+    assert re.fullmatch(rb"(ab|ba){2}\n", run(*common, "--regex", "(ab|ba){2}").stdout)
+    fails(run(*common, "--regex", "("), 2, "regex")
+    fails(run(*common, "--regex", "a", "--json-schema", str(schema)), 2, "not both")
+    fails(run(*common, "--json-schema", str(tmp_path / "none.json")), 2, "none.json")
+    ban = ["--regex", "a", "--ban", str(tiny.EOS), "--json"]
+    fails(run(*common, *ban), 1, "regex", "banned_ids", "position 1")
+
+
+def test_bans_min_tokens_and_logprobs_reach_the_output(model):
+    common = ["generate", "Say.", "-m", model, "-t", "0", "--json", "-n", "8"]
+    eos = ["--logit-bias", f"{tiny.EOS}=60"]
+    assert json.loads(run(*common, *eos).stdout)["token_ids"] == [tiny.EOS]
+    later = json.loads(
+        run(*common, *eos, "--min-tokens", "3", "--logprobs", "--top-logprobs", "2").stdout
+    )
+    assert later["token_ids"].index(tiny.EOS) == 3
+    assert [each["token_id"] for each in later["logprobs"]] == later["token_ids"]
+    assert later["logprobs"][0] == {
+        "token_id": later["token_ids"][0], "logprob": 0.0, "top": [[later["token_ids"][0], 0.0]]
+    }  # fmt: skip
+    banned = ["--ban", str(later["token_ids"][0])]
+    assert json.loads(run(*common, *banned).stdout)["token_ids"][0] != later["token_ids"][0]
+    fails(run(*common[:-3], "--logprobs"), 2, "--json")
+
+
+@pytest.mark.parametrize("rule", ["token", "block", "coupled"])
+def test_the_rule_is_chosen_and_reported(model, rule):
+    common = ["generate", "a b a b", "-m", model, "-n", "4", "--json"]
+    assert json.loads(run(*common, "--verify", rule).stdout)["stats"]["rule"] == rule
+    if rule != "token":
+        seed = ["--seed", "2"] if rule == "coupled" else []
+        assert json.loads(run(*common, *seed).stdout)["stats"]["rule"] == rule
 
 
 def test_every_sampling_field_reaches_the_law(model):

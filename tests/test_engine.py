@@ -32,7 +32,7 @@ from mtplx.sampler_config import SamplerConfig
 from mtplx.sampling import distribution_from_logits
 
 PROMPT = [9, 4, 31, 9, 4]
-RULES = ("token", "coupled")
+RULES = ("token", "block", "coupled")
 TEMPERATURES = (0.0, 0.6, 1.0)
 DEPTHS = (1, 2, 3, 4, 5)
 
@@ -105,7 +105,7 @@ def test_coupled_output_on_an_exact_trunk_has_no_near_ties(depth):
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_greedy_output_is_plain_decodings_under_both_rules(trunk, head, rule):
+def test_greedy_output_is_plain_decodings_under_every_rule(trunk, head, rule):
     plain = run(new_sequence(trunk, PROMPT, config=GREEDY, max_tokens=20))
     output = plain.tokens[len(PROMPT) :]
     for depth in DEPTHS:
@@ -169,7 +169,7 @@ def test_the_law_of_a_row_does_not_depend_on_the_rows_beside_it(trunk):
             assert alone == law
 
 
-# --- the token rule's law -------------------------------------------------------------------------
+# --- the law of the outputs -----------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -222,7 +222,8 @@ CONFIGS = {
 
 
 @pytest.mark.parametrize(
-    ("rule", "name"), [*(("token", name) for name in CONFIGS), ("coupled", "filtered")]
+    ("rule", "name"),
+    [*(("token", name) for name in CONFIGS), ("coupled", "filtered"), ("block", "penalised")],
 )
 def test_the_outputs_law_is_exact(rule, name, host_law):
     """Joint law of three tokens (V = 8) over fixed seeds, with drafts that have another law."""

@@ -16,7 +16,7 @@ from doubles import (
     text_of,
 )
 
-RULES = ("token", "coupled")
+RULES = ("token", "block", "coupled")
 DEPTHS = (1, 2, 3, 4, 5)
 
 

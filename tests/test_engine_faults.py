@@ -21,7 +21,7 @@ from mtplx.mtp_patch import attach_head, new_head
 from mtplx.sampler_config import SamplerConfig
 
 PROMPT = [9, 4, 31, 9, 4]
-RULES = ("token", "coupled")
+RULES = ("token", "block", "coupled")
 
 
 @pytest.fixture(scope="module")

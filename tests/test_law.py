@@ -1,14 +1,7 @@
 """The joint law of whole blocks and the rounds after them, by enumeration.
 
 A round is played with the shipped functions: ``Draws`` for the drafts, ``verify`` for the verdict.
-Only the noise is replaced, below ``Draws``: ``rng.race`` and ``rng.uniforms`` fork the play over
-every outcome instead of computing one. Noise is known by its Threefry key and position, so draws
-with equal keys are one random variable and draws with different keys are independent:
-
-* races: the noise (E_1, E_2, E_3) of three tokens, divided by its sum, is uniform on a triangle.
-  A race argmin E/p cuts it by lines through E_a p_v = E_v p_a, so what several races have told of
-  one noise is a convex polygon, and the chance of the next winner a ratio of areas. Exact.
-* coins: what comparisons have told of one uniform is an interval, cut where acceptance flips.
+Only the noise is replaced, by one that forks the play over every outcome (``forking``).
 
 The law of what is emitted, played on by p itself up to a common length, must be the product of p.
 """
@@ -18,13 +11,13 @@ from __future__ import annotations
 import itertools
 from collections import Counter, defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cache
 
 import numpy as np
 import pytest
+from forking import Noise, play_all
 
-from mtplx import rng
 from mtplx.rng import Draws
 from mtplx.sampling import (
     SamplerConfig,
@@ -35,111 +28,6 @@ from mtplx.verify import RULES, verify
 
 EXACT = 1e-12
 WRONG = 1e-3
-TRIANGLE = ((1.0, 0.0, 0.0), (0.0, 1.0, 0.0), (0.0, 0.0, 1.0))
-# Comparisons u q < p are played this near to where they flip, on either side.
-NEAR = 1e-14
-
-
-# --- noise that forks -------------------------------------------------------------------------
-
-
-def area(polygon) -> float:
-    if len(polygon) < 3:
-        return 0.0
-    (x0, y0, _), total = polygon[0], 0.0
-    for (x1, y1, _), (x2, y2, _) in itertools.pairwise(polygon[1:]):
-        total += (x1 - x0) * (y2 - y0) - (x2 - x0) * (y1 - y0)
-    return abs(total) / 2
-
-
-def clip(polygon, side: Callable) -> tuple:
-    """The part of a convex polygon where the linear ``side`` is >= 0."""
-    out = []
-    values = [side(point) for point in polygon]
-    for i, (point, value) in enumerate(zip(polygon, values, strict=True)):
-        before, value_before = polygon[i - 1], values[i - 1]
-        if (value >= 0) != (value_before >= 0):
-            t = value_before / (value_before - value)
-            out.append(tuple(a + t * (b - a) for a, b in zip(before, point, strict=True)))
-        if value >= 0:
-            out.append(point)
-    return tuple(out)
-
-
-@cache
-def cut(polygon: tuple, ids: tuple, probs: tuple) -> list:
-    """The winners of a race and the parts of ``polygon`` where they win: (share, (id, part))."""
-    assert max(ids) < 3, "the triangle is of three tokens"
-    if len(ids) == 1:
-        return [(1.0, (ids[0], polygon))]
-    outcomes = []
-    for a, p in zip(ids, probs, strict=True):
-        part = polygon
-        for v, other in zip(ids, probs, strict=True):
-            if v != a:
-                part = clip(part, lambda e, v=v, p=p, o=other, a=a: e[v] * p - e[a] * o)
-        outcomes.append((area(part) / area(polygon), (a, part)))
-    total = sum(share for share, _ in outcomes)
-    assert abs(total - 1.0) < 1e-9
-    return [(share / total, o) for share, o in outcomes if share > 1e-14]
-
-
-@dataclass
-class Noise:
-    """One path of the play: what is known of every random variable, and how likely it is."""
-
-    script: list[int] = field(default_factory=list)
-    weight: float = 1.0
-    taken: int = 0
-    known: dict = field(default_factory=dict)
-    flips: list[float] = field(default_factory=list)
-
-    def fork(self, outcomes: list) -> object:
-        """Take the scripted outcome, the first one where the script ends."""
-        outcomes = [o for o in outcomes if o[0] > 0.0]
-        if self.taken == len(self.script):
-            self.script.append(len(outcomes) - 1)
-        weight, outcome = outcomes[self.script[self.taken]]
-        self.taken += 1
-        self.weight *= weight
-        return outcome
-
-    def race(self, key, position, law) -> int:
-        ids, probs = rng.support(law)
-        polygon = self.known.get((key, position), TRIANGLE)
-        winner, part = self.fork(cut(polygon, tuple(ids.tolist()), tuple(probs.tolist())))
-        self.known[key, position] = part
-        return winner
-
-    def uniforms(self, key, position, ids):
-        """One uniform, beside the next announced flip: below it, or above."""
-        assert ids.tolist() == [0]
-        low, high = self.known.get((key, position), (0.0, 1.0))
-        flip = min(max(self.flips.pop(0), low), high)
-        halves = [
-            ((flip - low) / (high - low), (low, flip)),
-            ((high - flip) / (high - low), (flip, high)),
-        ]
-        interval = self.fork(halves)
-        self.known[key, position] = interval
-        if interval[1] == flip and flip > low:
-            return np.array([min(flip * (1 - NEAR), 1 - 2.0**-53)])
-        return np.array([max(flip * (1 + NEAR), 2.0**-53)])
-
-
-def play_all(play: Callable[[Noise], object], monkeypatch):
-    """(weight, result) of every path of ``play``."""
-    script: list[int] | None = []
-    while script is not None:
-        noise = Noise(script=list(script))
-        monkeypatch.setattr(rng, "race", noise.race)
-        monkeypatch.setattr(rng, "uniforms", noise.uniforms)
-        result = play(noise)
-        yield noise.weight, result
-        script = noise.script
-        while script and script[-1] == 0:
-            script.pop()
-        script = [*script[:-1], script[-1] - 1] if script else None
 
 
 # --- rounds -----------------------------------------------------------------------------------
@@ -173,7 +61,8 @@ def round_of(rule: str, case: Case, history: tuple, start: int, draws: Draws, no
         if token in case.eos and case.stop_drafting_at_eos:
             break
     p_rows = [case.p(history + drafts[:i]) for i in range(len(drafts) + 1)]
-    noise.flips = FLIPS[rule](p_rows, q_rows, drafts)
+    length = next((i for i, token in enumerate(drafts, 1) if token in case.eos), len(drafts))
+    noise.flips = FLIPS[rule](p_rows, q_rows, drafts[:length])
     verdict = verify(rule, p_rows, q_rows, drafts, draws, start=start, eos_ids=case.eos)
     emitted = drafts[: verdict.accepted]
     if verdict.next_token is None:
@@ -181,8 +70,7 @@ def round_of(rule: str, case: Case, history: tuple, start: int, draws: Draws, no
     else:
         emitted = (*emitted, verdict.next_token)
     assert len(emitted) >= 1
-    if rule != "block":
-        assert not any(token in case.eos for token in emitted[:-1])
+    assert not any(token in case.eos for token in emitted[:-1])
     return emitted
 
 
@@ -197,7 +85,20 @@ def token_flips(p_rows, q_rows, drafts):
     ]
 
 
-FLIPS = {"token": token_flips, "coupled": lambda *_: []}
+def block_flips(p_rows, q_rows, drafts):
+    """h_K..h_1, written out on dense rows: the coins of the longest part come first."""
+    kept, flips = [1.0], []
+    for p, q, x in zip(p_rows, q_rows, drafts, strict=False):
+        kept.append(min(1.0, kept[-1] * probability(p, x) / probability(q, x)))
+    for i in range(1, len(drafts)):
+        above = np.maximum(kept[i] * dense(p_rows[i]) - dense(q_rows[i]), 0).sum()
+        below = above + 1 - kept[i]
+        flips.append(1.0 if below == 0 else above / below)
+    return [kept[-1], *reversed(flips)]
+
+
+# Where the coins of a rule flip, in the order in which it tosses them.
+FLIPS = {"token": token_flips, "block": block_flips, "coupled": lambda *_: []}
 
 
 def law_of_play(rule: str, case: Case, monkeypatch) -> dict[tuple, float]:
@@ -364,6 +265,31 @@ CASES = {
 def test_the_joint_law_is_the_product_of_p(rule, case, monkeypatch):
     if rule not in FLIPS:
         pytest.fail(f"say in FLIPS where the coins of rule {rule!r} flip")
+    assert total_variation(rule, case, monkeypatch) <= EXACT
+
+
+WIDE = {
+    "four tokens, K = 4": Case(
+        markov(4, 50, 0.3, 2), markov(4, 51, 0.2), depth(4), 4, rounds=1, longest=5
+    ),
+    "four tokens, K = 3, EOS": Case(
+        markov(4, 52), markov(4, 53), depth(3), 4, eos=(3,), rounds=1, longest=4
+    ),
+    "four tokens, K by history": Case(
+        markov(4, 54, 0.2), markov(4, 55), lambda h, d: 4 if sum(d) < 4 else 0, 4, rounds=1,
+        longest=5,
+    ),
+    "four tokens, processors": Case(
+        penalised(4, 56, repetition_penalty=1.5, min_p=0.1, logit_bias={2: -np.inf}),
+        penalised(4, 57, presence_penalty=-0.5, logit_bias={2: -np.inf}), depth(3), 4, rounds=1,
+        longest=4,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", WIDE.values(), ids=WIDE)
+@pytest.mark.parametrize("rule", sorted(RULES))
+def test_the_joint_law_of_one_block_of_four_tokens(rule, case, monkeypatch):
     assert total_variation(rule, case, monkeypatch) <= EXACT
 
 

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import replace
 
 import numpy as np
 import pytest
+from forking import joint_of_two_races, play_all
 from test_law import (
     EXACT,
-    FLIPS,
     WRONG,
     Case,
     dense,
     depth,
     markov,
-    play_all,
-    probability,
     token_flips,
     total_variation,
 )
@@ -32,29 +29,6 @@ from mtplx.verify import RULES, Verdict, verify
 # --- the enumerator itself --------------------------------------------------------------------
 
 
-def joint_of_two_races(p, q) -> np.ndarray:
-    """P(argmin E/q = a, argmin E/p = b): the closed form, integrated piece by piece.
-
-    With E_a = s, E_b = r s: integral over r of (1 + r + sum_v max(q_v/q_a, r p_v/p_b))^-2.
-    """
-    out = np.zeros((3, 3))
-    for a, b in itertools.product(range(3), repeat=2):
-        if a == b:
-            out[a, a] = 1 / sum(max(q[v] / q[a], p[v] / p[a]) for v in range(3))
-            continue
-        c = next(v for v in range(3) if v not in (a, b))
-        low, high = q[b] / q[a], p[b] / p[a]
-        knee = (q[c] / q[a]) / (p[c] / p[b])
-        marks = sorted({low, high, *([knee] if low < knee < high else [])})
-        for left, right in itertools.pairwise(marks) if low < high else ():
-            middle = (left + right) / 2
-            flat = q[c] / q[a] >= middle * p[c] / p[b]
-            constant_, slope = (1 + q[c] / q[a], 1.0) if flat else (1.0, 1 + p[c] / p[b])
-            ends = (constant_ + slope * left) * (constant_ + slope * right)
-            out[a, b] += (right - left) / ends
-    return out
-
-
 def test_races_under_one_key_have_the_closed_form(monkeypatch):
     generator = np.random.default_rng(0)
     for _ in range(20):
@@ -66,7 +40,7 @@ def test_races_under_one_key_have_the_closed_form(monkeypatch):
         found = np.zeros((3, 3))
         for weight, pair in play_all(play, monkeypatch):
             found[pair] += weight
-        expected = joint_of_two_races(p, q)
+        expected = joint_of_two_races(tuple(q), tuple(p))
         np.testing.assert_allclose(found, expected, rtol=0, atol=1e-13)
         np.testing.assert_allclose(found.sum(axis=0), p, rtol=0, atol=1e-13)
         np.testing.assert_allclose(found.sum(axis=1), q, rtol=0, atol=1e-13)
@@ -74,7 +48,7 @@ def test_races_under_one_key_have_the_closed_form(monkeypatch):
 
 def test_the_real_race_agrees_with_the_closed_form():
     p, q = np.array([0.5, 0.2, 0.3]), np.array([0.1, 0.6, 0.3])
-    expected, count = joint_of_two_races(p, q), 3000
+    expected, count = joint_of_two_races(tuple(q), tuple(p)), 3000
     seen = np.zeros((3, 3))
     for position in range(count):
         seen[Draws(2).race(position, q), Draws(2).race(position, p)] += 1
@@ -82,6 +56,20 @@ def test_the_real_race_agrees_with_the_closed_form():
     assert (seen[~possible] == 0).all()
     parts = (seen[possible] - count * expected[possible]) ** 2 / (count * expected[possible])
     assert parts.sum() < 26.1  # chi-square, 8 degrees, 0.001
+
+
+def test_the_closed_form_of_more_tokens():
+    """Its margins are the laws, zeros included, and equal laws never disagree."""
+    generator = np.random.default_rng(1)
+    for _ in range(20):
+        p, q = generator.dirichlet(np.ones(5), 2)
+        p[generator.integers(5)], q[generator.integers(5)] = 0.0, 0.0
+        p, q = p / p.sum(), q / q.sum()
+        found = joint_of_two_races(tuple(q), tuple(p))
+        np.testing.assert_allclose(found.sum(axis=0), p, rtol=0, atol=1e-13)
+        np.testing.assert_allclose(found.sum(axis=1), q, rtol=0, atol=1e-13)
+        same = joint_of_two_races(tuple(p), tuple(p))
+        np.testing.assert_allclose(same, np.diag(p), rtol=0, atol=1e-13)
 
 
 def test_races_under_different_keys_are_independent(monkeypatch):
@@ -180,32 +168,7 @@ def test_a_wrong_q_is_caught(monkeypatch):
 
 # --- keys by position alone -------------------------------------------------------------------
 # They reuse, in the next round, noise of drafts that stood behind a rejection. The token rule never
-# looked at those, so it stays exact; a rule that does look, like the block rule (Sun et al. 2024,
-# arXiv 2403.10444), does not. Here it is written out, small, to show that the enumerator can tell.
-
-
-def block_chances(p_rows, q_rows, drafts):
-    """(P_0..P_K, h_1..h_K)."""
-    kept, flips = [1.0], []
-    for p, q, x in zip(p_rows, q_rows, drafts, strict=False):
-        kept.append(min(1.0, kept[-1] * probability(p, x) / probability(q, x)))
-    for i in range(1, len(drafts)):
-        above = np.maximum(kept[i] * dense(p_rows[i]) - dense(q_rows[i]), 0).sum()
-        below = above + 1 - kept[i]
-        flips.append(1.0 if below == 0 else above / below)
-    return kept, [*flips, kept[-1]]
-
-
-def verify_block(p_rows, q_rows, draft, draws, start, eos_ids):
-    kept, flips = block_chances(p_rows, q_rows, draft)
-    coins = [draws.accept(start, i) for i in range(len(draft))]
-    tau = max(
-        (i + 1 for i, (u, h) in enumerate(zip(coins, flips, strict=True)) if u < h), default=0
-    )
-    if tau == len(draft):
-        return Verdict(tau, draws.bonus(start + tau, p_rows[tau]), ())
-    rest = np.maximum(kept[tau] * dense(p_rows[tau]) - dense(q_rows[tau]), 0)
-    return Verdict(tau, draws.residual(start + tau, rest / rest.sum()), ())
+# looked at those, so it stays exact; the block rule does look, and does not.
 
 
 def position_only(monkeypatch) -> None:
@@ -218,22 +181,15 @@ def position_only(monkeypatch) -> None:
     )
 
 
-@pytest.fixture
-def block_rule(monkeypatch):
-    monkeypatch.setitem(RULES, "block", verify_block)
-    monkeypatch.setitem(FLIPS, "block", lambda *rows: block_chances(*rows)[1])
-    return "block"
-
-
 def test_keys_by_position_alone_leave_the_token_rule_exact(monkeypatch):
     position_only(monkeypatch)
     assert total_variation("token", MUTATED, monkeypatch) <= EXACT
 
 
-def test_keys_by_position_alone_are_caught_under_a_block_rule(block_rule, monkeypatch):
-    assert total_variation(block_rule, MUTATED, monkeypatch) <= EXACT
+def test_keys_by_position_alone_are_caught_under_the_block_rule(monkeypatch):
+    assert total_variation("block", MUTATED, monkeypatch) <= EXACT
     position_only(monkeypatch)
-    assert total_variation(block_rule, MUTATED, monkeypatch) > WRONG
+    assert total_variation("block", MUTATED, monkeypatch) > WRONG
 
 
 # --- the interface ----------------------------------------------------------------------------
@@ -280,9 +236,34 @@ def test_the_token_rule_is_strict():
     assert verify("token", P[:2], Q[:1], [2], Fixed(0.0), start=0) == Verdict(0, 1, (0.0,))
 
 
+def test_the_block_rule_asks_from_the_longest_part_on():
+    """P = 1/2, 1/4; h_1 = 1/4 / (1/4 + 1/2): of p' - q' / 2 = (1/4, 0, 1/2) less (1, 0, 0)."""
+    third, rows = 1 / 3, (P, Q, [0, 0])
+    draws = Fixed(0.25, 0.34)
+    assert verify("block", *rows, draws, start=7) == Verdict(0, 1, (pytest.approx(third), 0.25))
+    assert draws.asked == [("accept", 7, 1), ("accept", 7, 0), ("residual", 7)]
+    draws = Fixed(0.25, 0.33)
+    assert verify("block", *rows, draws, start=7).accepted == 1
+    assert draws.asked[-1] == ("residual", 8)
+    draws = Fixed(0.24)
+    assert verify("block", *rows, draws, start=7).accepted == 2
+    assert draws.asked == [("accept", 7, 1), ("bonus", 9)]
+
+
+def test_the_block_rules_residual_is_scaled():
+    """P_1 = 1/2: of (1/2 p' - q')+ only token 2 is left; the token rule's p' - q' has token 1."""
+    p = [np.array([0.5, 0.5, 0.0]), np.array([0.0, 0.6, 0.4]), np.array([1.0, 0.0, 0.0])]
+    q = [np.array([1.0, 0.0, 0.0]), np.array([0.5, 0.5, 0.0])]
+    seen = []
+    draws = Fixed(0.99, 0.0)
+    draws.residual = lambda position, law: seen.append(dense(law)) or 2
+    assert verify("block", p, q, [0, 0], draws, start=0).accepted == 1
+    np.testing.assert_array_equal(seen, [[0.0, 0.0, 1.0]])
+
+
 def test_after_eos_nothing_is_kept_and_no_bonus_drawn():
-    for rule, draws in (("token", Fixed(0.49)), ("coupled", Fixed())):
-        draft = [0, 0] if rule == "token" else [1, 0]
+    for rule, draws in (("token", Fixed(0.49)), ("coupled", Fixed()), ("block", Fixed(0.49))):
+        draft = [1, 0] if rule == "coupled" else [0, 0]
         verdict = verify(rule, P, Q, draft, draws, start=7, eos_ids={draft[0]})
         assert (verdict.accepted, verdict.next_token) == (1, None)
         assert len(draws.asked) == 1
@@ -290,7 +271,7 @@ def test_after_eos_nothing_is_kept_and_no_bonus_drawn():
 
 def test_rows_after_an_eos_are_not_looked_at():
     broken = [P[0], None, None]
-    for rule, token in (("token", 0), ("coupled", 1)):
+    for rule, token in (("token", 0), ("coupled", 1), ("block", 0)):
         verdict = verify(
             rule, broken, [Q[0], None], [token, 0], Fixed(0.1), start=0, eos_ids=[token]
         )

@@ -14,10 +14,9 @@ import mlx.core as mx
 import numpy as np
 import pytest
 import test_auto
-import test_law
 from doubles import PLAIN, hashed_logits
 from test_auto import Attached, swayed, total_variation  # noqa: F401
-from test_law import EXACT, TRIANGLE, WRONG, Case, dense, depth, product_law
+from test_law import EXACT, WRONG, Case, dense, depth, product_law
 
 from mtplx.depth import Costs
 from mtplx.draft_vocabulary import DraftVocabulary
@@ -29,19 +28,12 @@ from mtplx.sequence import History
 # The 0 1 at its end was followed by 2, which can be drafted; 0 is followed by 1, which cannot.
 PROMPT = (0, 1, 2, 0, 1)
 TWO, THREE = DraftVocabulary([0, 2], 4), DraftVocabulary([0, 2, 3], 4)
-# Under the coupled rule one noise serves several races: the triangle of ``test_law`` holds three.
+# Under the coupled rule one noise serves many races: the triangle of ``forking`` holds three.
 OF_THREE = DraftVocabulary([0, 2], 3)
-PLACES = [("token", TWO), ("token", THREE), ("coupled", OF_THREE)]
+PLACES = [("token", TWO), ("token", THREE), ("coupled", OF_THREE), ("block", TWO)]
 PENALTIES = SamplerConfig(1.0, 1.0, 0, 0.5, -0.25, 0.0, 2.0, {0: 1.5, 1: 0.5, 2: -0.75})
 FILTERS = SamplerConfig(temperature=1.5, top_p=0.9, min_p=0.05, frequency_penalty=0.5)
 CONFIGS = {"plain": PLAIN, "penalties": PENALTIES, "filters": FILTERS}
-
-
-def cut(known, ids, probs):
-    """``test_law.cut`` of any number of tokens, for the token rule: no noise is raced twice."""
-    if len(ids) > 1:
-        assert known == TRIANGLE
-    return [(p, (token, "raced")) for token, p in zip(ids, probs, strict=True)]
 
 
 @cache
@@ -145,8 +137,6 @@ def played(monkeypatch, rule, config, vocabulary, depths, new):
     case = Case(p, None, depth(0), vocab, rounds=rounds, longest=sum(depths) + rounds)
     with monkeypatch.context() as patch:
         patch.setattr(test_auto, "product_law", cache(product_law))
-        if rule == "token":
-            patch.setattr(test_law, "cut", cut)
         apart, seen = total_variation(patch, rule, case, fresh, PROMPT)
     return apart, set(seen), given
 
@@ -162,7 +152,7 @@ def test_the_joint_law_is_the_product_of_p(rule, vocabulary, config, monkeypatch
 
 
 @pytest.mark.parametrize("copies", [False, True])
-@pytest.mark.parametrize(("rule", "vocabulary"), [PLACES[0], PLACES[2]])
+@pytest.mark.parametrize(("rule", "vocabulary"), [PLACES[0], *PLACES[2:]])
 @pytest.mark.usefixtures("swayed")
 def test_the_joint_law_with_an_adaptive_depth(rule, vocabulary, copies, monkeypatch):
     def auto(vocabulary, given):
@@ -176,7 +166,7 @@ def test_the_joint_law_with_an_adaptive_depth(rule, vocabulary, copies, monkeypa
     assert {raised for _, raised in given} == {True, False}
 
 
-@pytest.mark.parametrize(("rule", "vocabulary"), [PLACES[0], PLACES[2]])
+@pytest.mark.parametrize(("rule", "vocabulary"), [PLACES[0], *PLACES[2:]])
 def test_nothing_is_drafted_where_every_draft_id_is_banned(rule, vocabulary, monkeypatch):
     config = replace(PLAIN, logit_bias={0: -np.inf, 2: -np.inf})
     apart, seen, _ = played(monkeypatch, rule, config, vocabulary, (2, 2), Watched)

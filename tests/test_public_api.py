@@ -14,13 +14,16 @@ PUBLIC = {
     "Bundle": "(trunk: 'nn.Module', head: 'MTPHead | None', tokenizer: 'tokenizer.Tokenizer', "
     "provenance: 'Provenance', head_source: 'str | None' = None) -> None",
     "Generation": "(text: 'str', token_ids: 'list[int]', finish_reason: 'str', seed: 'int', "
-    "stats: 'Stats') -> None",
+    "stats: 'Stats', logprobs: 'list[TokenLogprob] | None' = None) -> None",
     "Options": "(sampling: 'SamplerConfig' = <factory>, max_tokens: 'int' = 256, "
     "seed: 'int | None' = None, stop: 'Sequence[str]' = (), draft: 'DraftSource' = 'auto', "
-    "depth: 'Depth' = 'auto', verify: 'RuleName | None' = None, chat: 'bool' = True) -> None",
+    "depth: 'Depth' = 'auto', verify: 'RuleName | None' = None, chat: 'bool' = True, "
+    "min_tokens: 'int' = 0, json_schema: 'str | Mapping[str, Any] | bool | None' = None, "
+    "regex: 'str | None' = None, logprobs: 'bool' = False, top_logprobs: 'int' = 0) -> None",
     "SamplerConfig": "(temperature: 'float' = 0.6, top_p: 'float' = 0.95, top_k: 'int' = 20, "
     "presence_penalty: 'float' = 0.0, frequency_penalty: 'float' = 0.0, min_p: 'float' = 0.0, "
-    "repetition_penalty: 'float' = 1.0, logit_bias: 'Mapping[int, float] | None' = None) -> None",
+    "repetition_penalty: 'float' = 1.0, logit_bias: 'Mapping[int, float] | None' = None, "
+    "banned_ids: 'Sequence[int]' = ()) -> None",
     "generate": "(bundle: 'Bundle', prompt: 'Prompt', **options: 'Any') -> 'Generation'",
     "load": "(model: 'str | Path' = 'smollm2-135m-instruct', *, weights: 'str' = 'auto', "
     "head: 'str | Path | MTPHead | None' = 'auto', any_trunk: 'bool' = False) -> 'Bundle'",

@@ -42,6 +42,7 @@ def mlx_words(key, counter0, counter1):
 )
 def test_known_answers_of_random123(key, counter, expected):
     assert words(key, counter) == expected
+    assert rng._fold(key, *counter) == expected
     found = mlx_words(key, *(np.array([c], np.uint32) for c in counter))
     assert tuple(int(w[0]) for w in found) == expected
 
@@ -58,6 +59,8 @@ def test_numpy_and_mlx_words_are_equal(key, counters):
     ):
         assert a.dtype == b.dtype == np.uint32
         np.testing.assert_array_equal(a, b)
+    for pair in counters:
+        assert rng._fold(key, *pair) == words(key, pair)
 
 
 def test_numpy_and_mlx_words_are_equal_in_bulk_and_in_any_shape():
@@ -101,9 +104,11 @@ def test_uniforms_are_52_bits_and_a_half():
     ((0x80000000, 0), 0.5 + 2.0**-53),
 ])  # fmt: skip
 def test_the_ends_of_the_uniforms(monkeypatch, words_, expected):
-    given_words = tuple(np.array([w], np.uint32) for w in words_)
+    given_words = tuple(np.array([[w]], np.uint32) for w in words_)
     monkeypatch.setattr(rng, "threefry2x32", lambda *_: given_words)
-    assert uniforms((0, 0), 0, np.array([0]))[0] == expected
+    monkeypatch.setattr(rng, "_fold", lambda *_: words_)
+    for ids in (np.array([0]), np.array([[0]])):  # one token in integers, any others in arrays
+        assert uniforms((0, 0), 0, ids).reshape(1)[0] == expected
     noise = exponentials((0, 0), 0, np.array([0]))[0]
     assert 0 < noise < np.inf
     assert math.isclose(noise, -math.log1p(-expected), rel_tol=1e-15)

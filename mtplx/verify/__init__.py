@@ -1,6 +1,6 @@
 """Verification: how many draft tokens are kept, and which token follows them.
 
-Two rules, one interface. Given the target rows p, the rows q the drafts were drawn from, and the
+Three rules, one interface. Given the target rows p, the rows q the drafts were drawn from, and the
 draws of the request, a rule returns a ``Verdict``. The kept tokens followed by ``next_token`` have
 the joint law of plain decoding; ``coupled`` even gives the tokens of plain decoding themselves.
 
@@ -14,6 +14,7 @@ from collections.abc import Collection, Sequence
 from typing import Protocol
 
 from ..distribution import Distribution
+from .block import verify_block
 from .coupled import verify_coupled
 from .token import verify_token
 from .verdict import Randomness, Verdict
@@ -36,7 +37,11 @@ class Rule(Protocol):
         """Judge a non-empty block."""
 
 
-RULES: dict[str, Rule] = {"token": verify_token, "coupled": verify_coupled}
+RULES: dict[str, Rule] = {
+    "token": verify_token,
+    "block": verify_block,
+    "coupled": verify_coupled,
+}
 
 
 def verify(

@@ -15,6 +15,7 @@ class Verdict:
     accepted: how many drafts are kept.  next_token: the recovered or bonus token that follows
     them, None if the last kept token ends the sequence.  probabilities: min(1, p/q) of each
     judged draft, the kept ones and the first rejected one: a diagnostic under the coupled rule.
+    Under the block rule h_i of every draft up to the first end of sequence: with it 1..i passes.
     """
 
     accepted: int
