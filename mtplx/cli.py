@@ -14,12 +14,46 @@ from typing import Annotated, Any, Literal
 import typer
 
 from . import __version__, console
-from .blas import Choice, activate, describe
+from .arguments import (
+    AnyTrunk,
+    Ban,
+    Bias,
+    Blas,
+    Depth,
+    Draft,
+    Head,
+    Json,
+    JsonSchema,
+    Logprobs,
+    MaxTokens,
+    MinP,
+    MinTokens,
+    Model,
+    Penalty,
+    Prompt,
+    Raw,
+    Regex,
+    Repetition,
+    Seed,
+    ShowDrafts,
+    Stop,
+    Temperature,
+    TopK,
+    TopLogprobs,
+    TopP,
+    Verify,
+    Weights,
+    open_model,
+    prepare,
+    read_file,
+)
+from .blas import Choice, describe
+from .certify_cli import certify
 from .console import reported as _reported
 from .errors import RequestError
-from .fetch import DEFAULT_MODEL, known
+from .fetch import DEFAULT_MODEL
 from .forge_cli import app as forge
-from .options import DraftSource, Options, RuleName, WeightsForm
+from .options import Options
 from .sampler_config import SamplerConfig
 
 app = typer.Typer(
@@ -33,89 +67,7 @@ app = typer.Typer(
 app.add_typer(forge)
 
 
-BenchName = Literal["mtp", "exactness", "copy", "law", "blas"]
-Model = Annotated[
-    str,
-    typer.Option("--model", "-m", help="The default's name, an mlx-lm directory or a .gguf file."),
-]
-Blas = Annotated[Choice, typer.Option(help="BLAS for a Linux CPU; auto is the fastest there.")]
-Weights = Annotated[
-    WeightsForm,
-    typer.Option(help="packed: as stored; float32: dequantised; auto: float32 on a CPU."),
-]
-Head = Annotated[
-    str,
-    typer.Option(
-        metavar="auto|none|PATH",
-        help="A head's directory; auto: the one beside the model or shipped for it.",
-    ),
-]
-AnyTrunk = Annotated[
-    bool, typer.Option("--any-trunk", help="Use a head of another trunk: slow at worst.")
-]
-Prompt = Annotated[
-    str | None, typer.Argument(help="The prompt; - or nothing reads standard input.")
-]
-Temperature = Annotated[float, typer.Option("--temperature", "-t", help="<= 0: greedy.")]
-TopP = Annotated[float, typer.Option(help="Nucleus mass in (0, 1]; 1 is off.")]
-TopK = Annotated[int, typer.Option(help="Keep the k most likely tokens; 0 is off.")]
-MinP = Annotated[float, typer.Option(help="Keep p >= min_p * max p; 0 is off.")]
-Penalty = Annotated[float, typer.Option(help="Clamped to [-2, 2]; 0 is off.")]
-Repetition = Annotated[float, typer.Option(help="> 0; 1 is off.")]
-Bias = Annotated[
-    list[str] | None,
-    typer.Option(metavar="ID=AMOUNT", help="Added to a token's logit; -inf bans it. Repeat."),
-]
-Ban = Annotated[list[int] | None, typer.Option(metavar="ID", help="Bans a token. Repeat.")]
-MinTokens = Annotated[int, typer.Option(help="No end of sequence before so many tokens.")]
-JsonSchema = Annotated[
-    Path | None, typer.Option(metavar="FILE", help="The text is JSON of this schema.")
-]
-Regex = Annotated[str | None, typer.Option(metavar="RE", help="All of the text matches it.")]
-Logprobs = Annotated[bool, typer.Option("--logprobs", help="With --json: log p of each token.")]
-TopLogprobs = Annotated[int, typer.Option(help="With --logprobs: so many of the likeliest.")]
-Seed = Annotated[int | None, typer.Option(help="Drawn and reported if not given.")]
-MaxTokens = Annotated[int, typer.Option("--max-tokens", "-n", help="At most so many.")]
-Stop = Annotated[
-    list[str] | None,
-    typer.Option(metavar="TEXT", help="Ends the output and is not shown. Repeat."),
-]
-Draft = Annotated[
-    DraftSource,
-    typer.Option(help="auto: the MTP head if there is one, n-grams where they promise more."),
-]
-Depth = Annotated[
-    str,
-    typer.Option(metavar="K|auto", help="Most tokens drafted a round; auto: as many as pay."),
-]
-Verify = Annotated[
-    RuleName | None,
-    typer.Option(
-        help="Default: coupled with --seed (the same text with and without drafts), else block."
-    ),
-]
-Raw = Annotated[bool, typer.Option("--raw", help="No chat template.")]
-ShowDrafts = Annotated[
-    bool, typer.Option("--show-drafts", help="Colour the text that came from drafts.")
-]
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]
-
-
-def _prepare(blas: Choice) -> None:
-    """Choose the BLAS, which must come before MLX is imported, and say so if it is a slow one."""
-    status = activate(blas)
-    if status.name == "reference" and blas != "reference":
-        console.note(f"BLAS: {status.reason}")
-
-
-def _open(model: str, weights: str, *, head: str = "auto", any_trunk: bool = False) -> Any:
-    """A bundle, downloaded first if need be."""
-    if known(model):
-        console.pull(model)
-    with console.working(f"loading {model}"):
-        from .load import load
-
-        return load(model, weights=weights, head=head, any_trunk=any_trunk)
+BenchName = Literal["mtp", "exactness", "copy", "cpu", "law", "blas"]
 
 
 def _bias(pairs: list[str]) -> dict[int, float] | None:
@@ -147,20 +99,13 @@ def _options(given: dict[str, Any]) -> Options:
     options = {f.name: given[f.name] for f in fields(Options) if f.name in given}
     options |= {"depth": _depth(given["depth"]), "stop": tuple(given["stop"] or ())}
     if given["json_schema"] is not None:
-        options["json_schema"] = _read_file(given["json_schema"])
+        options["json_schema"] = read_file(given["json_schema"])
     if given["logprobs"] and not given["as_json"]:
         raise RequestError("--logprobs needs --json")
     try:
         return Options(SamplerConfig(**sampling), chat=not given["raw"], **options)
     except ValueError as e:
         raise RequestError(str(e)) from None
-
-
-def _read_file(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as e:
-        raise RequestError(f"{path} cannot be read: {e}") from None
 
 
 def _read_prompt(prompt: str | None) -> str:
@@ -175,10 +120,10 @@ def _read_prompt(prompt: str | None) -> str:
 
 
 def _start(prompt: str, options: Options, blas: Choice, model: str, **how: Any) -> Any:
-    _prepare(blas)
+    prepare(blas)
     from .api import start
 
-    return start(_open(model, **how), prompt, options)
+    return start(open_model(model, **how), prompt, options)
 
 
 def _result(result: Any) -> dict[str, Any]:
@@ -251,7 +196,7 @@ def inspect(
 ) -> None:
     """Say what a model is and what would run, without loading its weights."""
     with _reported():
-        _prepare("auto")
+        prepare("auto")
         from .inspection import inspect as inspect_model
 
         info = {**inspect_model(model).to_dict(), "blas": describe()}
@@ -265,13 +210,14 @@ def bench(
         typer.Argument(
             help="mtp: the MTP head, on held-out prompts; exactness: acceptance and speed over"
             " temperature and top-p; copy: n-gram drafts and plain decoding against AR and mlx-lm;"
+            " cpu: decoding on a CPU against mlx-lm and llama.cpp, and what bounds it;"
             " law: logits to p against mlx-lm's sampler; blas: float32 products against stock MLX."
         ),
     ],
     model: Annotated[
-        str | None, typer.Option("--model", "-m", help="For the first three: another model.")
+        str | None, typer.Option("--model", "-m", help="For the first four: another model.")
     ] = None,
-    full: Annotated[bool, typer.Option("--full", help="For mtp: all held-out prompts.")] = False,
+    full: Annotated[bool, typer.Option("--full", help="For mtp and cpu: all prompts.")] = False,
     plot: Annotated[Path | None, typer.Option(help="For exactness: a PNG to write.")] = None,
     as_json: Json = False,
     markdown: Annotated[bool, typer.Option("--markdown", help="Print a Markdown table.")] = False,
@@ -283,11 +229,11 @@ def bench(
     with _reported():
         if as_json and markdown:
             raise RequestError("--json or --markdown, not both")
-        _prepare(blas)
+        prepare(blas)
         from .bench import run
 
         given: dict[str, Any] = {"head": head, "any_trunk": any_trunk}
-        opened = partial(_open, **given)
+        opened = partial(open_model, **given)
         report = run(name, model=model, blas=blas, full=full, plot=plot, open_model=opened, **given)
         if as_json:
             console.print_json(report.to_dict())
@@ -306,8 +252,8 @@ def tune(
 ) -> None:
     """Measure what drafts cost here, with nothing else running; --depth auto then chooses by it."""
     with _reported():
-        _prepare(blas)
-        bundle = _open(model, weights, head=head, any_trunk=any_trunk)
+        prepare(blas)
+        bundle = open_model(model, weights, head=head, any_trunk=any_trunk)
         from . import costs
         from .progress import steps
 
@@ -330,26 +276,29 @@ def tune(
 
 
 @app.command()
-def demo(
+def compare(
     prompt: Annotated[str | None, typer.Argument(help="Yours, or a text to correct.")] = None,
     model: Model = DEFAULT_MODEL,
     max_tokens: Annotated[int, typer.Option("--max-tokens", "-n")] = 160,
-    seed: Annotated[int, typer.Option(help="The same for both runs.")] = 1,
+    temperature: Temperature = 0.6,
+    seed: Annotated[int, typer.Option(help="The same for both.")] = 1,
     head: Head = "auto",
     any_trunk: AnyTrunk = False,
+    weights: Weights = "auto",
     blas: Blas = "auto",
 ) -> None:
-    """Decode one prompt with and without drafts under one seed, and compare."""
+    """Decode one prompt with and without drafts under one seed, side by side."""
     with _reported():
-        _prepare(blas)
-        from .demo import DEMO_PROMPT, run
+        sampling = SamplerConfig(temperature=temperature)
+        prepare(blas)
+        from .compare import PROMPT, run
 
-        run(
-            _open(model, "auto", head=head, any_trunk=any_trunk),
-            DEMO_PROMPT if prompt is None else prompt,
-            max_tokens=max_tokens,
-            seed=seed,
-        )
+        bundle = open_model(model, weights, head=head, any_trunk=any_trunk)
+        given = PROMPT if prompt is None else _read_prompt(prompt)
+        run(bundle, given, sampling=sampling, max_tokens=max_tokens, seed=seed)
+
+
+app.command()(certify)
 
 
 def _version(asked: bool) -> None:

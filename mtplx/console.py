@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from .bench.report import Report
     from .depth import Costs
 
-_DRAFT_STYLE = "green underline"
+DRAFT_STYLE = "green underline"
 
 
 def _err() -> Console:
@@ -111,7 +111,7 @@ def stream_text(stream: Stream, *, show_drafts: bool = False) -> None:
     for chunk in stream:
         for segment in chunk.segments:
             if show_drafts and segment.from_draft:
-                console.print(Text(segment.text, style=_DRAFT_STYLE), end="", soft_wrap=True)
+                console.print(Text(segment.text, style=DRAFT_STYLE), end="", soft_wrap=True)
             else:
                 sys.stdout.write(segment.text)
         sys.stdout.flush()

@@ -8,6 +8,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from . import native
 from .blas import describe, thread_count
 from .errors import MtplxError
 
@@ -26,13 +27,14 @@ def versions() -> dict[str, str]:
 
 
 def machine() -> dict[str, str]:
-    """Processor, system, cores, threads and BLAS."""
+    """Processor, system, cores, threads, BLAS and kernels."""
     return {
         "processor": _processor(),
         "system": f"{platform.system()} {platform.machine()}",
         "cores": str(os.cpu_count()),
         "threads": str(thread_count()),
         "blas": describe(),
+        "kernels": native.describe(),
     }
 
 

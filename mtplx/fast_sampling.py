@@ -3,7 +3,8 @@
 The twin of ``sampling``. The vocabulary is never sorted: a row is cut into blocks, and the k
 highest tokens lie in the k blocks with the highest maxima. Only candidates, one partial sum per
 4,096 tokens and a flag reach the host, where the law is finished in float64. With no filter at
-all, or none that cuts much of a flat row, the float32 row goes to the host whole.
+all, or none that cuts much of a flat row, the float32 row goes to the host whole. On a CPU the
+candidates are found by mtplx's own kernel, or without it by NumPy in the same way.
 
 Logits of any float type are taken as float32. Bias and penalties are applied there in float32, and
 the mass of the vocabulary, which only top-p and min-p thresholds see, is summed in float32 in three
@@ -15,12 +16,14 @@ whose logits bias or penalties have made equal up to float32 rounding.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from .distribution import Floats, SparseDistribution, inverse_cdf
+from .native import status as native_status
 from .penalties import bias_amounts, penalty_amounts, repeated_ids
 from .sampler_config import SamplerConfig
 from .sampling import kept_in_order, law_of_processed, require_finite_row, tempered_weights
@@ -154,6 +157,11 @@ def _on_cpu() -> bool:
     return bool(mx.default_device().type == mx.DeviceType.cpu)
 
 
+def _kernels() -> Any:
+    """The module with the CPU kernels, None where there is none or the device is another."""
+    return native_status().native if _on_cpu() else None
+
+
 def _host_mass(row: NDArray[np.float32], highest: np.float32, temperature: float) -> float:
     """The sum of exp((row - highest) / temperature) where the device is a CPU.
 
@@ -247,9 +255,12 @@ def sparse_distributions_from_mlx_logits(
     rows = logits.astype(mx.float32)
     rows = _processed_rows(rows, config, counts, penalty_overlay, prompt_ids)
     vocab = rows.shape[1]
-    if config.temperature <= 0:
+    native = _kernels()
+    if config.temperature <= 0 and native is None:
         return _distributions(rows, config, 1, needs_mass=False)
     nucleus = config.top_p < 1.0 or config.min_p > 0.0
+    if native is not None and (config.temperature <= 0 or nucleus or 0 < config.top_k < vocab):
+        return _laws_by_kernel(native, rows, config, needs_mass=nucleus)
     on_device = _DEVICE_TEMPERATURES[0] <= config.temperature <= _DEVICE_TEMPERATURES[1]
     if 0 < config.top_k < vocab and (on_device or not nucleus):
         return _distributions(rows, config, config.top_k, needs_mass=nucleus)
@@ -259,34 +270,37 @@ def sparse_distributions_from_mlx_logits(
     return [_host_sparse_distribution(row, config) for row in whole]
 
 
+def _laws_by_kernel(
+    native: Any, rows: mx.array, config: SamplerConfig, *, needs_mass: bool
+) -> list[SparseDistribution]:
+    """The laws from the candidates that the CPU kernel finds: enough of them, at once."""
+    whole = np.ascontiguousarray(np.asarray(rows))
+    limits = (config.temperature, config.top_p, config.min_p, config.top_k)
+    out = []
+    for i, (ids, values, mass, _, _) in enumerate(native.law(whole, *limits)):
+        if not ids.size:
+            require_finite_row(whole[i], f"logits row {i}")
+        law = _host_sparse_distribution(
+            values,
+            config,
+            token_ids=ids,
+            vocab_size=whole.shape[1],
+            mass=mass if needs_mass else None,
+        )
+        out.append(law)
+    return out
+
+
 def _distributions(
     rows: mx.array, config: SamplerConfig, candidates: int, *, needs_mass: bool
 ) -> list[SparseDistribution]:
-    ids, values = _deterministic_mlx_top_k_support(rows, candidates)
-    on_host = _on_cpu()
-    late = [] if on_host else [_broken_rows(rows)]
-    if needs_mass and not on_host:
-        late.append(_tempered_mass(rows, values[:, :1], config.temperature))
-    mx.eval(ids, values, rows, *late)
-    host_ids, host_values = np.asarray(ids), np.asarray(values)
-    whole = list(np.asarray(rows)) if on_host else []
-    broken = [not (row < np.inf).all() for row in whole] if on_host else np.asarray(late[0])
-    _raise_if_broken(rows, np.asarray(broken), host_values[:, 0])
-    masses: Floats | None = None
-    if needs_mass and on_host:
-        pairs = zip(whole, host_values[:, 0], strict=True)
-        masses = np.array([_host_mass(row, top, config.temperature) for row, top in pairs])
-    elif needs_mass:
-        masses = np.asarray(late[1]).sum(axis=1, dtype=np.float64)
+    find = _candidates_on_host if _on_cpu() else _candidates_on_device
+    ids, values, masses = find(rows, candidates, config.temperature if needs_mass else None)
     vocab = rows.shape[1]
     out = []
     for i in range(rows.shape[0]):
         law = _host_sparse_distribution(
-            host_values[i],
-            config,
-            token_ids=host_ids[i],
-            vocab_size=vocab,
-            mass=None if masses is None else float(masses[i]),
+            values[i], config, token_ids=ids[i], vocab_size=vocab, mass=masses[i]
         )
         # Without top-k, a support that fills all candidates may go on behind them.
         limited = 0 < config.top_k < vocab
@@ -298,6 +312,52 @@ def _distributions(
                 law = _distributions(rows[i : i + 1], config, more, needs_mass=True)[0]
         out.append(law)
     return out
+
+
+def _candidates_on_device(
+    rows: mx.array, count: int, temperature: float | None
+) -> tuple[NDArray[np.uint32], NDArray[np.float32], list[float | None]]:
+    """Of each row the ``count`` highest ids and their values, and the mass at a temperature."""
+    ids, values = _deterministic_mlx_top_k_support(rows, count)
+    late = [_broken_rows(rows)]
+    if temperature is not None:
+        late.append(_tempered_mass(rows, values[:, :1], temperature))
+    mx.eval(ids, values, rows, *late)
+    host_values = np.asarray(values)
+    _raise_if_broken(rows, np.asarray(late[0]), host_values[:, 0])
+    masses: list[float | None] = [None] * rows.shape[0]
+    if temperature is not None:
+        masses = np.asarray(late[1]).sum(axis=1, dtype=np.float64).tolist()
+    return np.asarray(ids), host_values, masses
+
+
+def _candidates_on_host(
+    rows: mx.array, count: int, temperature: float | None
+) -> tuple[list[NDArray[np.int64]], list[NDArray[np.float32]], list[float | None]]:
+    """The same where the device is a CPU, which shares its memory: NumPy is faster there."""
+    ids, values, masses = [], [], []
+    for i, row in enumerate(np.asarray(rows)):
+        if not (row < np.inf).all() or np.isneginf(row).all():
+            require_finite_row(row, f"logits row {i}")
+        found = _highest_on_host(row, count)
+        ids.append(found)
+        values.append(row[found])
+        highest = row[found[0]]
+        masses.append(None if temperature is None else _host_mass(row, highest, temperature))
+    return ids, values, masses
+
+
+def _highest_on_host(row: NDArray[np.float32], count: int) -> NDArray[np.int64]:
+    """The ids of the ``count`` highest values, value descending, then id ascending.
+
+    All of them reach the ``count``-th highest of the blocks' maxima.
+    """
+    maxima = row
+    if count * _BLOCK * 2 < row.size:
+        maxima = row[: row.size // _BLOCK * _BLOCK].reshape(-1, _BLOCK).max(axis=1)
+    lowest = np.partition(maxima, maxima.size - count)[maxima.size - count]
+    ids = np.flatnonzero(row >= lowest)
+    return ids[np.lexsort((ids, -row[ids]))[:count]]
 
 
 def sparse_distribution_from_mlx_logits(

@@ -69,7 +69,7 @@ def _gguf(source: str, file: gguf.GgufFile) -> ModelInfo:
         tied_embeddings=config["tie_word_embeddings"],
         **_head(file.path, (file.path,), "none"),
         chat_template=isinstance(file.metadata.get("tokenizer.chat_template"), str),
-        runs=describe_run(resolve_weights("auto"), stored),
+        runs=describe_run(resolve_weights("auto", gguf_llama.ARCHITECTURE), stored),
     )
 
 
@@ -95,7 +95,7 @@ def _directory(source: str, found: Checkpoint) -> ModelInfo:
         tied_embeddings=bool(tied) if tied is not None else "output" not in stored,
         **_head(found.path, found.files, unused),
         chat_template=text.has_chat_template,
-        runs=describe_run(resolve_weights("auto"), stored),
+        runs=describe_run(resolve_weights("auto", found.config["model_type"]), stored),
     )
 
 

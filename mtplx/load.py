@@ -8,7 +8,7 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
-from mtplx import fetch, gguf, gguf_llama, head_file, tokenizer
+from mtplx import fetch, gguf, gguf_llama, head_file, native, tokenizer
 from mtplx.blas import activate
 from mtplx.checkpoint import BITS, GROUP_SIZES, Checkpoint, read_checkpoint
 from mtplx.errors import ModelError, ModelFileError
@@ -40,7 +40,11 @@ class Bundle:
         """The head on its trunk, attached once (a reduced output head is gathered then)."""
         from mtplx.mtp_patch import attach_head
 
-        return None if self.head is None else attach_head(self.trunk, self.head)
+        if self.head is None:
+            return None
+        from mtplx import cpu_head
+
+        return cpu_head.fuse(attach_head(self.trunk, self.head))
 
 
 def load(
@@ -52,10 +56,11 @@ def load(
 ) -> Bundle:
     """Loads a model: the default's name, an mlx-lm directory (safetensors), or a llama ``.gguf``.
 
-    ``weights``: "packed" keeps them as stored, "float32" dequantises and widens, "auto" is
-    float32 where the default device is a CPU (MLX's packed and 16-bit products are slow there)
-    and packed elsewhere. A known name that is not in the cache is downloaded first. No code that
-    comes with a model is ever run.
+    ``weights``: "packed" keeps them as stored, "float32" dequantises and widens. "auto" is, where
+    the default device is a CPU, as stored and computed by mtplx's own kernels if they are installed
+    and have the architecture (``cpu_layers``), else float32 (MLX's packed and 16-bit products are
+    slow there); and packed elsewhere. A known name that is not in the cache is downloaded first. No
+    code that comes with a model is ever run.
 
     ``head``: a directory with an MTP head, an ``MTPHead``, "none" or None, or "auto": the head in
     the model's own directory, else the one that comes with mtplx for this trunk, else none. The
@@ -71,12 +76,18 @@ def load(
         raise ValueError(f"weights is {weights!r}, not one of {', '.join(forms)}")
     head = _check_head(head)
     path = fetch.resolve(model)
-    form = resolve_weights(weights)
     if path.is_dir():
-        parts = _load_directory(str(model), read_checkpoint(path), form)
+        checkpoint = read_checkpoint(path)
+        form = resolve_weights(weights, checkpoint.config["model_type"])
+        parts = _load_directory(str(model), checkpoint, form)
     else:
+        form = resolve_weights(weights, gguf_llama.ARCHITECTURE)
         parts = _load_gguf(str(model), gguf.read_header(path), form)
     trunk, text, provenance = parts
+    if form == "kernels":
+        from mtplx import cpu_layers
+
+        cpu_layers.fuse(trunk)
     chosen, source = _choose_head(head, trunk, provenance, any_trunk)
     return Bundle(trunk, chosen, text, provenance, source)
 
@@ -109,13 +120,20 @@ def _choose_head(
     return head, "given"
 
 
-def resolve_weights(weights: str) -> str:
-    """What "auto" means on the device that MLX uses by default now."""
+def resolve_weights(weights: str, model_type: str | None) -> str:
+    """What ``load``'s "auto" means for an architecture on the device that MLX uses by default now.
+
+    "kernels" is as stored, computed by mtplx's own.
+    """
     if weights != "auto":
         return weights
     import mlx.core as mx
 
-    return "float32" if mx.default_device().type == mx.DeviceType.cpu else "packed"
+    if mx.default_device().type != mx.DeviceType.cpu:
+        return "packed"
+    from mtplx import cpu_layers
+
+    return "kernels" if cpu_layers.serves(model_type) else "float32"
 
 
 def _load_gguf(source: str, file: gguf.GgufFile, form: str) -> Parts:
@@ -123,11 +141,12 @@ def _load_gguf(source: str, file: gguf.GgufFile, form: str) -> Parts:
     from mlx_lm.models import llama
 
     config = gguf_llama.config(file)
+    stored = "float32" if form == "float32" else "packed"
     factors = gguf_llama.rope_factors(file, config)
     text = tokenizer.from_gguf(file, config["vocab_size"])
     model = llama.Model(llama.ModelArgs.from_dict(config))
     arrays: dict[str, mx.array] = {}
-    for name, parts in gguf_llama.load_arrays(file, config, form):
+    for name, parts in gguf_llama.load_arrays(file, config, stored):
         stem, _, kind = name.rpartition(".")
         for suffix, values in parts.items():
             array = mx.array(values)
@@ -135,7 +154,7 @@ def _load_gguf(source: str, file: gguf.GgufFile, form: str) -> Parts:
             arrays[f"{stem}.{kind if suffix == 'weight' else suffix}"] = (
                 array.view(mx.bfloat16) if bfloat16 else array
             )
-    if form == "packed":
+    if stored == "packed":
         config["quantization"] = _quantise(model, arrays)
     if factors is not None:
         _set_rope_factors(model, config, mx.array(factors))
@@ -321,6 +340,9 @@ def to_float32(model: nn.Module) -> nn.Module:
              QuantizedSwitchLinear: SwitchLinear}  # fmt: skip
     replaced = []
     for name, module in model.named_modules():
+        if hasattr(module, "to_plain"):  # the CPU kernels'
+            replaced.append((name, module.to_plain()))
+            continue
         target = plain.get(type(module))
         if target is None:
             if hasattr(module, "scales") and hasattr(module, "bits"):
@@ -350,5 +372,11 @@ def describe_run(form: str, stored: Mapping[str, str]) -> str:
     floats = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
     if form == "packed":
         return f"{floats.get(kind, kind + ' packed')}, as stored"
+    if form == "kernels":
+        return f"{floats.get(kind, kind + ' packed')}, as stored; {native.describe()}"
     how = "dequantised" if kind not in floats else "as stored" if kind == "F32" else "widened"
-    return f"float32, {how}"
+    import mlx.core as mx
+
+    on_cpu = mx.default_device().type == mx.DeviceType.cpu
+    without = on_cpu and native.status().native is None
+    return f"float32, {how}" + (f"; {native.describe()}" if without else "")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
@@ -10,8 +10,10 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 from mlx_lm.models import llama
-from mlx_lm.models.cache import KVCache
 
+from mtplx.certify.engine_play import ExactFamily as ExactFamily
+from mtplx.certify.engine_play import Logits
+from mtplx.certify.engine_play import hashed_logits as hashed_logits
 from mtplx.distribution import SparseDistribution
 from mtplx.drafters import Draft, Drafter, NoDrafter, Proposal
 from mtplx.engine import Engine
@@ -28,52 +30,11 @@ from mtplx.text import TextOutput
 PLAIN = SamplerConfig(temperature=1.0, top_p=1.0, top_k=0)
 GREEDY = SamplerConfig(temperature=0.0)
 
-Logits = Callable[[tuple[int, ...]], np.ndarray]
+# Total variation that a wrong law must show.
+WRONG = 1e-3
 
 
 # --- trunks -----------------------------------------------------------------------------------
-
-
-class ExactFamily(Family):
-    """A trunk whose logits are a pure function of the ids that its cache really holds.
-
-    The ids are stored as keys of a KVCache: what a wrong rollback leaves behind is seen at once.
-    """
-
-    def __init__(self, logits: Logits, vocab_size: int):
-        super().__init__(self)
-        self.vocab_size = vocab_size
-        self._logits = logits
-        self.rows: list[int] = []
-
-    def make_cache(self) -> list[Any]:
-        return [KVCache()]
-
-    def _write(self, tokens: mx.array, cache: list[Any]) -> list[int]:
-        keys = tokens.astype(mx.float32)[:, None, :, None]
-        held, _ = cache[0].update_and_fetch(keys, keys)
-        return [int(x) for x in np.asarray(held).reshape(-1)]
-
-    def forward(self, tokens: mx.array, cache: list[Any]) -> tuple[mx.array | None, mx.array]:
-        held, count = self._write(tokens, cache), tokens.shape[1]
-        self.rows.append(count)
-        ends = range(len(held) - count + 1, len(held) + 1)
-        rows = np.stack([self._logits(tuple(held[:end])) for end in ends])
-        return None, mx.array(rows.astype(np.float32))[None]
-
-    def prefill(self, tokens: mx.array, cache: list[Any]) -> None:
-        self._write(tokens, cache)
-
-
-def hashed_logits(vocab_size: int, *, order: int = 2, seed: int = 0, scale: float = 1.5) -> Logits:
-    """Random logits that depend on the last ``order`` ids."""
-
-    @cache
-    def row(past: tuple[int, ...]) -> np.ndarray:
-        key = [seed, *[t + 1 for t in past]]
-        return np.random.default_rng(key).standard_normal(vocab_size) * scale
-
-    return lambda prefix: row(prefix[-order:]).copy()
 
 
 def scripted_logits(tokens: Sequence[int], prompt_length: int, vocab_size: int) -> Logits:

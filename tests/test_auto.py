@@ -11,6 +11,7 @@ import pytest
 from doubles import (
     GREEDY,
     PLAIN,
+    WRONG,
     ExactFamily,
     RandomDrafter,
     hashed_logits,
@@ -21,9 +22,11 @@ from doubles import (
     scripted_logits,
     tiny_llama,
 )
-from test_law import EXACT, FLIPS, WRONG, Case, depth, markov, play_all, product_law
 
 import mtplx.depth
+from mtplx.certify.cases import depth, markov
+from mtplx.certify.enumeration import EXACT, FLIPS, Case, product_law
+from mtplx.certify.forking import play_all
 from mtplx.depth import COPY_LIMIT, DEFAULT_COSTS, HEAD_LIMIT, Costs
 from mtplx.drafters import AutoDrafter, Draft, MTPDrafter, NgramDrafter, Proposal
 from mtplx.fast_sampling import sparse_distribution_from_mlx_logits
@@ -101,7 +104,7 @@ def total_variation(monkeypatch, rule, case, new, prompt=(0, 1, 0), most=2):
     def play(noise):
         return play_rounds(noise, rule, case, new(), prompt, most, seen)
 
-    for weight, history in play_all(play, monkeypatch):
+    for weight, history in play_all(play):
         for whole, chance in product_law(after, history, case.longest).items():
             played[whole] += weight * chance
     assert abs(sum(played.values()) - 1.0) < EXACT

@@ -12,6 +12,7 @@ import pytest
 from doubles import (
     GREEDY,
     PLAIN,
+    WRONG,
     BlockDrafter,
     ExactFamily,
     KnowingDrafter,
@@ -22,9 +23,10 @@ from doubles import (
     run,
     scripted_logits,
 )
-from forking import play_all
-from test_law import EXACT, FLIPS, WRONG, Case, markov, product_law, total_variation
 
+from mtplx.certify.cases import markov
+from mtplx.certify.enumeration import EXACT, FLIPS, Case, product_law, total_variation
+from mtplx.certify.forking import play_all
 from mtplx.distribution import SparseDistribution
 from mtplx.draft_vocabulary import DraftVocabulary
 from mtplx.drafters import Draft, NgramDrafter
@@ -127,11 +129,11 @@ LAWS = {
 @pytest.mark.parametrize("masked", [True, False], ids=["masked drafts", "unmasked drafts"])
 @pytest.mark.parametrize("law", LAWS.values(), ids=LAWS)
 @pytest.mark.parametrize("rule", sorted(RULES))
-def test_the_joint_law_is_the_product_of_p(rule, law, masked, monkeypatch):
+def test_the_joint_law_is_the_product_of_p(rule, law, masked):
     p, depth = constrained(70, **law)
     q = constrained(71, **law)[0] if masked else markov(3, 72, sparse=True)
     case = Case(p, q, depth(2), 3, eos=(EOS,), longest=5)
-    assert total_variation(rule, case, monkeypatch) <= EXACT
+    assert total_variation(rule, case) <= EXACT
 
 
 @pytest.mark.parametrize("rule", sorted(RULES))
@@ -143,16 +145,14 @@ def test_a_mask_on_the_first_row_only_is_caught(rule, monkeypatch):
     def first_only(history):
         return p(history) if not history else free(history)
 
-    assert total_variation(rule, replace(case, p=p), monkeypatch) <= EXACT
+    assert total_variation(rule, replace(case, p=p)) <= EXACT
     played = replace(case, p=first_only)
     # The play follows the wrong law; held against the right one.
-    monkeypatch.setattr("test_law.product_law", exact_from(p))
-    assert total_variation(rule, played, monkeypatch) > WRONG
+    monkeypatch.setattr("mtplx.certify.enumeration.product_law", exact_from(p))
+    assert total_variation(rule, played) > WRONG
 
 
 def exact_from(p):
-    from test_law import product_law
-
     return lambda case, prefix, length: product_law(replace(case, p=p), prefix, length)
 
 
@@ -213,7 +213,7 @@ def test_the_joint_law_of_the_engine_is_the_product_of_p(rule, new, monkeypatch)
         return tuple(sequence.token_ids)
 
     drafted, played = [], Counter()
-    for weight, output in play_all(play, monkeypatch):
+    for weight, output in play_all(play):
         played[output] += weight
     exact = product_law(Case(p, None, None, 3, eos=(EOS,)), (), 4)
     apart = sum(abs(played[o] - exact.get(o, 0.0)) for o in played.keys() | exact.keys()) / 2

@@ -17,16 +17,26 @@ ROOT = Path(__file__).resolve().parent.parent / "mtplx"
 ROWS = (
     ("errors",),
     ("sampler_config", "distribution", "metrics", "text", "blas", "installer", "progress", "depth"),
-    ("penalties", "draft_vocabulary", "options", "gguf", "detokenizer", "chat", "environment"),
-    ("sampling", "rng", "gguf_llama", "tokenizer"),
-    ("verify", "checkpoint"),
+    (
+        "penalties",
+        "constraints",
+        "draft_vocabulary",
+        "options",
+        "gguf",
+        "detokenizer",
+        "chat",
+        "native",
+    ),
+    ("sampling", "rng", "gguf_llama", "tokenizer", "environment"),
+    ("verify", "checkpoint", "grammar", "logprobs"),
     ("fetch",),
     ("provenance", "heldout"),
     ("fast_sampling",),  # from here on MLX
     ("families",),
     ("state",),
     ("mtp_patch",),
-    ("head_file",),
+    ("cpu_layers",),
+    ("cpu_head", "head_file"),
     ("load",),
     ("drafters",),
     ("sequence",),
@@ -35,7 +45,8 @@ ROWS = (
     ("agreement", "measure"),
     ("certify", "bench", "forge", "server"),
     ("console",),
-    ("demo", "forge_cli"),
+    ("arguments",),
+    ("compare", "forge_cli", "certify_cli"),
     ("cli",),
     ("__main__", "__init__"),
 )
@@ -45,7 +56,8 @@ RANK = {module: i for i, row in enumerate(ROWS) for module in row}
 FIRST_WITH_MLX = RANK["fast_sampling"]
 HTTP = {"http", "socketserver", "wsgiref", "aiohttp", "fastapi", "starlette", "uvicorn", "flask"}
 OUTSIDE = {
-    "mlx_lm": {"families", "mtp_patch", "load", "state", "bench"},  # bench compares with it
+    # bench compares with it
+    "mlx_lm": {"families", "mtp_patch", "cpu_head", "cpu_layers", "load", "state", "bench"},
     **{package: {"server"} for package in HTTP},
 }
 WITHOUT_MLX = ("errors", "sampler_config", "distribution", "penalties", "sampling", "rng", "verify")
@@ -59,7 +71,7 @@ SURROUNDINGS = {
 
 MAX_FILE, MAX_FUNCTION = 400, 60
 # Of the part that runs when text is generated, and of each of the others.
-MAX_CORE, MAX_PART = 8000, 2000
+MAX_CORE, MAX_PART = 9500, 2000
 PARTS = ("bench", "certify", "forge", "server")
 
 FILES = sorted(ROOT.rglob("*.py"))

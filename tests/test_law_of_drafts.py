@@ -14,11 +14,14 @@ import mlx.core as mx
 import numpy as np
 import pytest
 import test_auto
-from doubles import PLAIN, hashed_logits
+from doubles import PLAIN, WRONG
 from test_auto import Attached, swayed, total_variation  # noqa: F401
-from test_law import EXACT, WRONG, Case, dense, depth, product_law
 
+from mtplx.certify.cases import depth
+from mtplx.certify.engine_play import hashed_logits
+from mtplx.certify.enumeration import EXACT, Case, product_law
 from mtplx.depth import Costs
+from mtplx.distribution import as_dense
 from mtplx.draft_vocabulary import DraftVocabulary
 from mtplx.drafters import AutoDrafter, Draft, MTPDrafter, NgramDrafter
 from mtplx.sampler_config import SamplerConfig
@@ -75,7 +78,7 @@ def target_law(config, vocab, context, counts):
     history.counts = counts - Counter(drafts)
     p = history.laws(mx.array(np.array([row] * (len(drafts) + 1), np.float32)), drafts)[-1]
     exact = distribution_from_logits(row, config, token_counts=counts, prompt_ids=PROMPT)
-    np.testing.assert_allclose(dense(p), exact, rtol=0, atol=1e-14)
+    np.testing.assert_allclose(as_dense(p), exact, rtol=0, atol=1e-14)
     return p
 
 

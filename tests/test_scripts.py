@@ -145,7 +145,7 @@ def test_first_run_says_what_is_fetched(checkout):
 def test_nothing_to_do(checkout):
     pretend_installed(checkout)
     done = run(checkout, "scripts/demo", "a prompt", "--seed", "1")
-    assert done.stdout == f"mtplx:{checkout}:demo a prompt --seed 1\n"
+    assert done.stdout == f"mtplx:{checkout}:compare a prompt --seed 1\n"
     assert done.stderr == ""
     done = run(checkout, "scripts/test", "-k", "x")
     assert done.stdout == f"python:{checkout}:-m pytest -k x\n"

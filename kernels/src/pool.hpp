@@ -1,6 +1,6 @@
 // Shares the tiles of one product between the calling thread and a few helpers.
 //
-// Tiles are claimed one by one, so a helper that the scheduler has put aside takes none and the caller does its share.
+// Tiles are claimed as threads come to them, so a helper that the scheduler has put aside takes none and the caller does its share.
 // That is the point: OpenBLAS's own threads get fixed shares and spin for them, and on cores that another process uses
 // one product then waits whole time slices for a thread that is not running.
 #pragma once
@@ -11,6 +11,11 @@
 #include <thread>
 
 namespace mtplx {
+
+// Unnamed, so that nothing of it is exported: std::thread makes a virtual table for the function it starts, with default
+// visibility, and a process that opens one library globally would run that library's helpers on another one's pool.
+// To be included by one source file of a library.
+namespace {
 
 inline void pause_cpu() {
 #if defined(__x86_64__) || defined(__i386__)
@@ -27,9 +32,10 @@ class Pool {
     for (int i = 0; i < helpers; ++i) std::thread([this] { help(); }).detach();
   }
 
-  // Calls work(context, i) once for each i in [0, tiles), in any order and on any of the threads; returns when all are
-  // done. If another caller holds the helpers, this thread does all tiles alone.
-  void run(int tiles, void (*work)(const void*, int), const void* context) {
+  // Calls work(context, i) once for each i in [0, tiles), on any of the threads; returns when all are done. If another
+  // caller holds the helpers, this thread does all tiles alone. With share > 0 a claim takes the first 1/share of the
+  // tiles that are left, one at least: neighbours stay together, and the last claims are small.
+  void run(int tiles, void (*work)(const void*, int), const void* context, int share = 0) {
     std::unique_lock<std::mutex> guard(busy_, std::try_to_lock);
     if (!guard.owns_lock()) {
       for (int i = 0; i < tiles; ++i) work(context, i);
@@ -37,6 +43,8 @@ class Pool {
     }
     work_ = work;
     context_ = context;
+    tiles_ = tiles;
+    share_.store(share, std::memory_order_relaxed);
     done_.store(0, std::memory_order_relaxed);
     const std::uint64_t epoch = (ticket_.load(std::memory_order_relaxed) >> 32) + 1;
     ticket_.store(epoch << 32 | static_cast<std::uint32_t>(tiles), std::memory_order_seq_cst);
@@ -57,14 +65,20 @@ class Pool {
   static constexpr int kSpinsBeforeSleep = 4000;  // of the order of 0.1 ms: the pause between two products of a decode
 
   // The ticket holds an epoch and the number of tiles not claimed yet. A claim that succeeds keeps the caller of that
-  // epoch in run(), so work_ and context_ are valid from then until done_ is raised, and only then are they read.
+  // epoch in run(), so work_, context_ and tiles_ are valid from then until done_ is raised, and only then are they read.
   bool claim_one() {
     std::uint64_t seen = ticket_.load(std::memory_order_acquire);
+    int left, taken;
     do {
-      if (static_cast<std::uint32_t>(seen) == 0) return false;
-    } while (!ticket_.compare_exchange_weak(seen, seen - 1, std::memory_order_acq_rel, std::memory_order_acquire));
-    work_(context_, static_cast<int>(static_cast<std::uint32_t>(seen)) - 1);
-    done_.fetch_add(1, std::memory_order_release);
+      left = static_cast<int>(static_cast<std::uint32_t>(seen));
+      if (left == 0) return false;
+      // Read while tiles are left. Should the epoch change meanwhile, the exchange fails and the value is not used.
+      const int share = share_.load(std::memory_order_relaxed);
+      taken = share > 0 && left > share ? left / share : 1;
+    } while (!ticket_.compare_exchange_weak(seen, seen - taken, std::memory_order_acq_rel, std::memory_order_acquire));
+    const int first = tiles_ - left;
+    for (int i = first; i < first + taken; ++i) work_(context_, i);
+    done_.fetch_add(taken, std::memory_order_release);
     return true;
   }
 
@@ -86,11 +100,15 @@ class Pool {
   }
 
   std::mutex busy_;
+  // On one cache line, which a helper that sees a new ticket then has: each line costs it about 0.1 us.
+  alignas(64) std::atomic<std::uint64_t> ticket_{0};
   void (*work_)(const void*, int) = nullptr;
   const void* context_ = nullptr;
-  alignas(64) std::atomic<std::uint64_t> ticket_{0};
+  int tiles_ = 0;
+  std::atomic<int> share_{0};
   alignas(64) std::atomic<int> done_{0};
   alignas(64) std::atomic<int> sleepers_{0};
 };
 
+}  // namespace
 }  // namespace mtplx

@@ -19,6 +19,7 @@ _USES = {
     "mtp": (*_TRUNK, "--blas", "--full"),
     "exactness": (*_TRUNK, "--blas", "--plot"),
     "law": ("--blas",),
+    "cpu": (*_TRUNK, "--blas", "--full"),
     "blas": (),  # it measures both
 }
 
@@ -68,6 +69,10 @@ def _report(name: str, bundle: Callable[[], Any], full: bool, plot: Path | None)
         from . import mtp
 
         return mtp.run(bundle(), full=full)
+    if name == "cpu":
+        from . import cpu
+
+        return cpu.run(bundle(), full=full)
     if name == "exactness":
         from . import exactness
 

@@ -35,6 +35,10 @@ class DenseFamily(HeadedFamily):
         if not self.levels:
             final = model(tokens, cache)
             return final, final
+        if hasattr(model, "run_levels"):  # one operation where it can be one
+            features = model.run_levels(tokens, cache, self.levels)
+            if features is not None:
+                return features[..., : self.hidden_size], features
         x = model.embed_tokens(tokens)
         masks: dict[bool, Any] = {}
         taken: dict[int, mx.array] = {}

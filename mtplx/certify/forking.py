@@ -9,26 +9,40 @@ are one random variable and draws with different keys are independent:
   told of one noise is a convex polygon, and the chance of the next winner a ratio of areas. Exact.
 * races of more: a noise may be raced twice, by the closed form of two races.
 * coins: what comparisons have told of one uniform is an interval, cut where acceptance flips.
+
+While a play runs, nothing else in the process may draw.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cache
+from functools import lru_cache
+from types import ModuleType
+from typing import Any, TypeVar
 
 import numpy as np
+from numpy.typing import NDArray
 
-from mtplx import rng
-from mtplx.distribution import support
+from .. import rng
+from ..distribution import Distribution, Floats, support, vocab_size_of
 
-TRIANGLE = ((1.0, 0.0, 0.0), (0.0, 1.0, 0.0), (0.0, 0.0, 1.0))
+T = TypeVar("T")
+Point = tuple[float, ...]
+Polygon = tuple[Point, ...]
+
+TRIANGLE: Polygon = ((1.0, 0.0, 0.0), (0.0, 1.0, 0.0), (0.0, 0.0, 1.0))
 # Comparisons u q < p are played this near to where they flip, on either side.
 NEAR = 1e-14
 
 
-def area(polygon) -> float:
+class ImpossibleError(Exception):
+    """A play did what no exact decoder does, whatever the laws."""
+
+
+def _area(polygon: Polygon) -> float:
     if len(polygon) < 3:
         return 0.0
     (x0, y0, _), total = polygon[0], 0.0
@@ -37,9 +51,9 @@ def area(polygon) -> float:
     return abs(total) / 2
 
 
-def clip(polygon, side: Callable) -> tuple:
+def _clip(polygon: Polygon, side: Callable[[Point], float]) -> Polygon:
     """The part of a convex polygon where the linear ``side`` is >= 0."""
-    out = []
+    out: list[Point] = []
     values = [side(point) for point in polygon]
     for i, (point, value) in enumerate(zip(polygon, values, strict=True)):
         before, value_before = polygon[i - 1], values[i - 1]
@@ -51,10 +65,9 @@ def clip(polygon, side: Callable) -> tuple:
     return tuple(out)
 
 
-@cache
-def cut(polygon: tuple, ids: tuple, probs: tuple) -> list:
+@lru_cache(maxsize=1 << 16)
+def _cut(polygon: Polygon, ids: tuple[int, ...], probs: Point) -> list[tuple[float, Any]]:
     """The winners of a race and the parts of ``polygon`` where they win: (share, (id, part))."""
-    assert max(ids) < 3, "the triangle is of three tokens"
     if len(ids) == 1:
         return [(1.0, (ids[0], polygon))]
     outcomes = []
@@ -62,15 +75,16 @@ def cut(polygon: tuple, ids: tuple, probs: tuple) -> list:
         part = polygon
         for v, other in zip(ids, probs, strict=True):
             if v != a:
-                part = clip(part, lambda e, v=v, p=p, o=other, a=a: e[v] * p - e[a] * o)
-        outcomes.append((area(part) / area(polygon), (a, part)))
+                part = _clip(part, lambda e, v=v, p=p, o=other, a=a: e[v] * p - e[a] * o)  # type: ignore[misc]
+        outcomes.append((_area(part) / _area(polygon), (a, part)))
     total = sum(share for share, _ in outcomes)
-    assert abs(total - 1.0) < 1e-9
+    if abs(total - 1.0) > 1e-9:
+        raise ImpossibleError(f"the winners of a race share {total} of it")
     return [(share / total, o) for share, o in outcomes if share > 1e-14]
 
 
-@cache
-def joint_of_two_races(q: tuple, p: tuple) -> np.ndarray:
+@lru_cache(maxsize=1 << 12)
+def joint_of_two_races(q: Point, p: Point) -> Floats:
     """(V, V): P(argmin E/q = a, argmin E/p = b), integrated piece by piece.
 
     With E_a = s, E_b = r s: integral over r of (1 + r + sum_c max(q_c/q_a, r p_c/p_b))^-2.
@@ -100,16 +114,19 @@ def joint_of_two_races(q: tuple, p: tuple) -> np.ndarray:
 
 @dataclass
 class Noise:
-    """One path of the play: what is known of every random variable, and how likely it is."""
+    """One path of the play: what is known of every random variable, and how likely it is.
+
+    flips: where the coins that are tossed next flip, in that order; whoever plays announces them.
+    """
 
     script: list[int] = field(default_factory=list)
     weight: float = 1.0
     taken: int = 0
-    known: dict = field(default_factory=dict)
+    known: dict[Any, Any] = field(default_factory=dict)
     flips: list[float] = field(default_factory=list)
 
-    def fork(self, outcomes: list) -> object:
-        """Take the scripted outcome, the first one where the script ends."""
+    def fork(self, outcomes: Sequence[tuple[float, T]]) -> T:
+        """Take the scripted outcome, the last one where the script ends."""
         outcomes = [o for o in outcomes if o[0] > 0.0]
         if self.taken == len(self.script):
             self.script.append(len(outcomes) - 1)
@@ -118,35 +135,39 @@ class Noise:
         self.weight *= weight
         return outcome
 
-    def race(self, key, position, law) -> int:
+    def race(self, key: rng.Key, position: int, law: Distribution) -> int:
+        """In place of ``rng.race``."""
         ids, probs = support(law)
-        size = len(law) if isinstance(law, np.ndarray) else law.vocab_size
+        size = vocab_size_of(law)
         if size > 3:
-            return self.race_of_many(key, position, ids, probs, size)
+            return self._race_of_many(key, position, ids, probs, size)
         polygon = self.known.get((key, position), TRIANGLE)
-        winner, part = self.fork(cut(polygon, tuple(ids.tolist()), tuple(probs.tolist())))
+        winner, part = self.fork(_cut(polygon, tuple(ids.tolist()), tuple(probs.tolist())))
         self.known[key, position] = part
-        return winner
+        return int(winner)
 
-    def race_of_many(self, key, position, ids, probs, size) -> int:
+    def _race_of_many(
+        self, key: rng.Key, position: int, ids: NDArray[np.int64], probs: Floats, size: int
+    ) -> int:
         law = np.zeros(size)
         law[ids] = probs
         before = self.known.get((key, position))
         self.known[key, position] = "raced twice"
         if before is None:
-            winner = self.fork([(share, token) for token, share in enumerate(law)])
+            winner = self.fork([(share, token) for token, share in enumerate(law.tolist())])
             self.known[key, position] = (tuple(law.tolist()), winner)
             return winner
-        assert before != "raced twice"
+        if before == "raced twice":
+            raise ImpossibleError("one noise decided three races")
         first, winner = before
         shares = joint_of_two_races(first, tuple(law.tolist()))[winner]
-        return self.fork([(share, token) for token, share in enumerate(shares / shares.sum())])
+        return self.fork([(s, token) for token, s in enumerate((shares / shares.sum()).tolist())])
 
-    def uniforms(self, key, position, ids):
-        """One uniform, beside the next announced flip: below it, or above."""
-        assert ids.tolist() == [0]
+    def uniforms(self, key: rng.Key, position: int, ids: NDArray[np.integer]) -> Floats:
+        """In place of ``rng.uniforms``: one uniform, below the next announced flip, or above."""
         low, high = self.known.get((key, position), (0.0, 1.0))
-        flip = min(max(self.flips.pop(0), low), high)
+        # A coin that nobody announced may be cut anywhere: it decides nothing, or it shows.
+        flip = min(max(self.flips.pop(0) if self.flips else 0.5, low), high)
         halves = [
             ((flip - low) / (high - low), (low, flip)),
             ((high - flip) / (high - low), (flip, high)),
@@ -158,14 +179,26 @@ class Noise:
         return np.array([max(flip * (1 + NEAR), 2.0**-53)])
 
 
-def play_all(play: Callable[[Noise], object], monkeypatch):
+@contextmanager
+def swapped(module: ModuleType, **functions: Any) -> Iterator[None]:
+    """Functions of a module replaced, by name, for as long as the context lasts."""
+    shipped = {name: getattr(module, name) for name in functions}
+    try:
+        for name, function in functions.items():
+            setattr(module, name, function)
+        yield
+    finally:
+        for name, function in shipped.items():
+            setattr(module, name, function)
+
+
+def play_all(play: Callable[[Noise], T]) -> Iterator[tuple[float, T]]:
     """(weight, result) of every path of ``play``."""
     script: list[int] | None = []
     while script is not None:
         noise = Noise(script=list(script))
-        monkeypatch.setattr(rng, "race", noise.race)
-        monkeypatch.setattr(rng, "uniforms", noise.uniforms)
-        result = play(noise)
+        with swapped(rng, race=noise.race, uniforms=noise.uniforms):
+            result = play(noise)
         yield noise.weight, result
         script = noise.script
         while script and script[-1] == 0:

@@ -1,0 +1,88 @@
+#include "dispatch.hpp"
+
+#include <atomic>
+#include <stdexcept>
+
+#include "pool.hpp"
+
+namespace mtplx {
+
+#define MTPLX_LANES(mask) {mask, mask, mask, mask, mask, mask, mask, mask, mask, mask, mask, mask, mask, mask, mask, mask}
+alignas(64) const std::uint32_t kMasks4[8][16] = {
+    MTPLX_LANES(0xfu),     MTPLX_LANES(0xf0u),     MTPLX_LANES(0xf00u),     MTPLX_LANES(0xf000u),
+    MTPLX_LANES(0xf0000u), MTPLX_LANES(0xf00000u), MTPLX_LANES(0xf000000u), MTPLX_LANES(0xf0000000u)};
+alignas(64) const std::uint32_t kMasks8[4][16] = {MTPLX_LANES(0xffu), MTPLX_LANES(0xff00u), MTPLX_LANES(0xff0000u),
+                                                  MTPLX_LANES(0xff000000u)};
+#undef MTPLX_LANES
+
+namespace {
+
+std::vector<const Kernels*> available() {
+  std::vector<const Kernels*> found;
+  for (const auto find : {avx512_kernels, avx2_kernels, neon_kernels, portable_kernels}) {
+    if (const Kernels* table = find(); table != nullptr) found.push_back(table);
+  }
+  return found;
+}
+
+std::atomic<const Kernels*>& current() {
+  static std::atomic<const Kernels*> table{available().front()};
+  return table;
+}
+
+// Never destroyed: the helpers live as long as the process.
+struct Threads {
+  Pool pool;
+  std::atomic<int> count{1};
+  int helpers = 0;
+};
+
+Threads& state() {
+  static Threads* instance = new Threads;
+  return *instance;
+}
+
+}  // namespace
+
+const Kernels& kernels() { return *current().load(std::memory_order_acquire); }
+
+std::vector<std::string> levels() {
+  std::vector<std::string> names;
+  for (const Kernels* table : available()) names.emplace_back(table->name);
+  return names;
+}
+
+void choose(const std::string& name) {
+  std::string known;
+  for (const Kernels* table : available()) {
+    if (name == table->name) {
+      current().store(table, std::memory_order_release);
+      return;
+    }
+    known += known.empty() ? table->name : std::string(", ") + table->name;
+  }
+  throw std::invalid_argument("no kernels for '" + name + "' on this machine: it has " + known);
+}
+
+void set_threads(int threads) {
+  if (threads < 1) throw std::invalid_argument("the number of threads must be positive");
+  Threads& s = state();
+  if (threads - 1 > s.helpers) {
+    s.pool.start(threads - 1 - s.helpers);
+    s.helpers = threads - 1;
+  }
+  s.count = threads;
+}
+
+int threads() { return state().count; }
+
+void run_on_pool(int count, void (*work)(const void*, int), const void* context) {
+  Threads& s = state();
+  if (count <= 1 || s.count.load(std::memory_order_relaxed) == 1) {
+    for (int i = 0; i < count; ++i) work(context, i);
+  } else {
+    s.pool.run(count, work, context, 2 * s.count.load(std::memory_order_relaxed));
+  }
+}
+
+}  // namespace mtplx

@@ -1,0 +1,38 @@
+// The kernels, written once over a vector type `V` that the including file defines in its own anonymous namespace.
+//
+// V: kLanes; Float, Int; load, store, set, add, sub, mul, div, fma, max (the second operand where one is NaN), min,
+// load_words, words, keep (a mask's bits), right, left, from_int, from_bits, bits, pow2, widen16 (kLanes float16), sum,
+// sum4 (of four vectors), largest; kWide, the strips that four rows go through at a time.
+// No function of the standard library is called here: one instantiated with this file's flags might replace another's.
+
+constexpr int W = V::kLanes;
+constexpr int kAhead = 4;  // groups that are fetched before they are needed
+using F = V::Float;
+
+inline std::uint32_t word_at(const std::uint8_t* p) {
+  std::uint32_t word;
+  __builtin_memcpy(&word, p, 4);
+  return word;
+}
+
+inline float float_of(std::uint32_t bits) {
+  float value;
+  __builtin_memcpy(&value, &bits, 4);
+  return value;
+}
+
+// float16 -> float32, exact, subnormals and infinities too.
+inline float float_of_half(std::uint16_t half) {
+  const std::uint32_t sign = static_cast<std::uint32_t>(half & 0x8000u) << 16;
+  const std::uint32_t rest = half & 0x7fffu;
+  if (rest >= 0x7c00u) return float_of(sign | 0x7f800000u | (rest & 0x3ffu) << 13);
+  const float size = float_of(rest << 13) * float_of(0x77800000u);  // 2^112 moves the exponent's bias
+  return sign != 0 ? -size : size;
+}
+
+#include "kernels_products.inl"
+
+#include "kernels_attention.inl"
+
+constexpr Kernels kTable = {V::kName, prepare, product, rms_norm, swiglu,    rotate,
+                            attend,   merge,   finish,  unpack_row};

@@ -1,0 +1,46 @@
+// The kernels as MLX operations on the CPU stream. They have no gradient and no GPU form: both throw.
+#pragma once
+
+#include <memory>
+#include <utility>
+#include <vector>
+
+#include "layers.hpp"
+#include "mlx/array.h"
+
+namespace mtplx {
+
+namespace mx = mlx::core;
+
+// Copies arrays into the kernels' layout; evaluates them first. w: (n, k) of a floating type, or packed words (n, k *
+// bits / 32) uint32 with scales and biases (n, k / group) of one floating type. Throws std::invalid_argument.
+Weights pack(const mx::array& w);
+Weights pack_quantized(const mx::array& w, const mx::array& scales, const mx::array& biases, int group, int bits);
+
+// A vector as float32.
+Vector to_vector(const mx::array& a);
+
+// (..., k) -> (..., n) float32.
+mx::array multiply_op(const mx::array& x, const Weights& weights, const std::shared_ptr<const Vector>& bias);
+
+// ids (...) of an integer type -> (..., k) float32; a row of NaN for an id out of range.
+mx::array look_up_op(const Weights& weights, const mx::array& ids);
+
+using LayerList = std::vector<std::shared_ptr<const Layer>>;
+
+struct RunResult {
+  mx::array out;
+  std::vector<mx::array> keys, values;
+};
+
+// x (1, R, D), keys and values (1, kv_heads, T, dim) a layer -> out (1, R, (1 + levels) D) and the caches with rows [offset,
+// offset + R) written: in place where nothing else holds the array, else in a copy. Throws std::invalid_argument for
+// shapes that do not fit.
+RunResult run_op(const std::shared_ptr<const LayerList>& layers, const std::shared_ptr<const Features>& features,
+                 const mx::array& x, int offset, const std::vector<mx::array>& keys,
+                 const std::vector<mx::array>& values);
+
+// state (1, R, F), tokens (1, R) -> (1, R, D).
+mx::array combine_op(const std::shared_ptr<const Combine>& head, const mx::array& state, const mx::array& tokens);
+
+}  // namespace mtplx

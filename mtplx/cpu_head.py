@@ -1,0 +1,89 @@
+"""An attached MTP head on the CPU kernels: a draft step is two operations over packed weights.
+
+The head's matrices are rounded to ``BITS`` bits when it is attached. That changes what it proposes,
+a little, and nothing else: a draft carries the law that it was drawn from, whatever gave it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+from mlx_lm.models.cache import KVCache
+
+from .cpu_layers import PackedEmbedding, Stack, native_layer
+from .mtp_patch import AttachedHead
+from .native import status
+
+# Of the head's layer and projection, and of the trunk's output rows that it drafts from.
+BITS, OUTPUT_BITS = 8, 4
+GROUP_SIZES = (128, 64, 32)
+
+
+class FusedHead(AttachedHead):
+    """``AttachedHead`` over packed copies of the head's weights; the head itself stays as it is.
+
+    What is not one sequence over its own ordinary cache goes the ordinary way, in full precision.
+    """
+
+    def __init__(self, attached: AttachedHead, combine: Any, stack: Stack, rows: Any):
+        super().__init__(attached.family, attached.head)
+        self._combine, self._stack, self._packed_rows = combine, stack, rows
+
+    def forward(self, state: mx.array, tokens: mx.array, cache: Any) -> mx.array:
+        """See ``AttachedHead.forward``."""
+        if type(cache) is not KVCache or state.shape[0] == 0:
+            return super().forward(state, tokens, cache)
+        x = self._combine(state[None], tokens[None])
+        return self._stack(x, [cache])[0]
+
+    def logits(self, hidden: mx.array) -> mx.array:
+        """See ``AttachedHead.logits``."""
+        if self._packed_rows is None:
+            return super().logits(hidden)
+        return self._packed_rows(hidden)
+
+
+def fuse(attached: AttachedHead) -> AttachedHead:
+    """The same head on the CPU kernels if its trunk is on them, else ``attached`` itself."""
+    family, head = attached.family, attached.head
+    embedding = getattr(getattr(family.trunk, "model", None), "embed_tokens", None)
+    if not isinstance(embedding, PackedEmbedding):
+        return attached
+    layer = native_layer(head.layer, pack=_pack_linear)
+    if layer is None or head.enorm.eps != head.hnorm.eps:
+        return attached
+    size = family.hidden_size
+    blocks = [head.fc.weight[:, i : i + size] for i in range(0, head.fc.weight.shape[1], size)]
+    if not head.embedding_first:
+        blocks[:2] = blocks[1::-1]
+    combine = status().native.Combine(
+        embedding.matrix,
+        [_pack(block, BITS) for block in blocks],
+        head.enorm.weight,
+        head.hnorm.weight,
+        head.enorm.eps,
+    )
+    stack = Stack([layer], head.norm.eps, head.norm.weight)
+    rows = None
+    if head.vocabulary is not None:
+        rows = _pack(family.output_rows(np.asarray(head.vocabulary.ids)), OUTPUT_BITS)
+    return FusedHead(attached, combine, stack, rows)
+
+
+def _pack(weight: mx.array, bits: int, bias: mx.array | None = None) -> Any:
+    """A float matrix (N, K) in the kernels' layout: ``bits`` bits where a group size divides K."""
+    native = status().native
+    for group in GROUP_SIZES:
+        if weight.shape[1] % group == 0:
+            packed = mx.quantize(weight.astype(mx.float32), group_size=group, bits=bits)
+            w, scales, biases = packed[0], packed[1], packed[2]
+            halves = [part.astype(mx.float16) for part in (scales, biases)]
+            return native.Matrix.quantized(w, *halves, group, bits, bias)
+    return native.Matrix.dense(weight.astype(mx.float32), bias)
+
+
+def _pack_linear(module: nn.Linear) -> Any:
+    return _pack(module.weight, BITS, module.bias if "bias" in module else None)

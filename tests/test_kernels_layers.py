@@ -1,0 +1,338 @@
+"""Trunks and heads on the CPU kernels, against mlx-lm's own layers over the same weights."""
+
+from __future__ import annotations
+
+import copy
+from importlib import import_module
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import pytest
+from doubles import randomise
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from mlx.utils import tree_flatten
+from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
+
+from mtplx import cpu_head
+from mtplx.cpu_layers import PackedEmbedding, PackedLinear, fuse, serves
+from mtplx.families import family_of
+from mtplx.load import load, to_float32
+from mtplx.mtp_patch import attach_head, new_head
+from mtplx.native import status
+from mtplx.state import State
+
+native = status().native
+pytestmark = pytest.mark.skipif(native is None, reason="the CPU kernels are not installed")
+
+SIZES = {
+    "vocab_size": 200, "hidden_size": 64, "num_hidden_layers": 3, "intermediate_size": 96,
+    "num_attention_heads": 6, "num_key_value_heads": 2, "rms_norm_eps": 1e-5,
+    "max_position_embeddings": 4096, "tie_word_embeddings": True, "rope_theta": 10000.0,
+}  # fmt: skip
+LLAMA3 = {
+    "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}  # fmt: skip
+KINDS = {
+    "llama": {"model_type": "llama", "head_dim": 16},
+    "llama3": {"model_type": "llama", "head_dim": 32, "rope_scaling": LLAMA3},
+    "biases": {
+        "model_type": "llama", "num_attention_heads": 4, "head_dim": 24, "attention_bias": True,
+        "mlp_bias": True,
+    },
+    "untied": {"model_type": "llama", "head_dim": 16, "tie_word_embeddings": False},
+    "qwen2": {"model_type": "qwen2", "num_attention_heads": 4},
+    "qwen3": {"model_type": "qwen3", "head_dim": 16},
+    "linear_rope": {
+        "model_type": "llama", "head_dim": 16, "rope_scaling": {"type": "linear", "factor": 2.0},
+    },
+}  # fmt: skip
+VOCAB = SIZES["vocab_size"]
+
+
+def trunk_of(kind, bits=None, seed=0):
+    """A plain float32 trunk, or a quantised one and the float32 trunk that it stands for."""
+    config = SIZES | KINDS[kind]
+    module = import_module(f"mlx_lm.models.{config['model_type']}")
+    trunk = module.Model(module.ModelArgs.from_dict(config))
+    randomise(trunk, seed)
+    trunk.set_dtype(mx.float32)
+    if bits is not None:
+        nn.quantize(trunk, group_size=32, bits=bits)
+    mx.eval(trunk.parameters())
+    plain = module.Model(module.ModelArgs.from_dict(config))
+    if bits is not None:
+        nn.quantize(plain, group_size=32, bits=bits)
+    plain.update(trunk.parameters())
+    return trunk.eval(), to_float32(plain) if bits is not None else plain.eval()
+
+
+def fused_of(kind, bits=None, seed=0):
+    trunk, plain = trunk_of(kind, bits, seed)
+    assert fuse(trunk)
+    return trunk, plain
+
+
+def ids_of(length, seed=0):
+    return np.random.default_rng(seed).integers(0, VOCAB, length).astype(np.int32)
+
+
+def logits(trunk, ids, cache):
+    return np.array(trunk(mx.array(ids)[None], cache=cache)[0])
+
+
+def by_steps(trunk, ids, sizes):
+    """Logits of all ids, run in forwards of the given sizes (the last one repeats)."""
+    cache, out, at = make_prompt_cache(trunk), [], 0
+    sizes = list(sizes)
+    while at < len(ids):
+        size = sizes.pop(0) if len(sizes) > 1 else sizes[0]
+        out.append(logits(trunk, ids[at : at + size], cache))
+        at += size
+    return np.concatenate(out), cache
+
+
+@pytest.mark.parametrize("bits", [None, 4, 8])
+@pytest.mark.parametrize("kind", KINDS)
+def test_logits_are_mlx_lm_s(kind, bits):
+    trunk, plain = fused_of(kind, bits)
+    ids = ids_of(150)
+    expected = by_steps(plain, ids, [140, 1, 4, 1])[0]
+    for sizes in ([140, 1, 4, 1], [1], [150]):
+        found = by_steps(trunk, ids, sizes)[0]
+        assert np.abs(found - expected).max() < 2e-4 * np.abs(expected).max()
+
+
+@pytest.mark.parametrize("level", native.levels() if native else [])
+def test_every_level_gives_the_same_within_rounding(level):
+    trunk, plain = fused_of("llama", 4)
+    before = native.isa()
+    native.choose(level)
+    try:
+        found = by_steps(trunk, ids_of(40), [33, 1])[0]
+    finally:
+        native.choose(before)
+    expected = by_steps(plain, ids_of(40), [33, 1])[0]
+    assert np.abs(found - expected).max() < 2e-4 * np.abs(expected).max()
+
+
+def test_verify_logits_are_ar_logits_bit_for_bit():
+    trunk, _ = fused_of("qwen3", 4)
+    ids = ids_of(600)
+    alone = by_steps(trunk, ids, [1])[0]
+    for depth in range(2, 10):
+        assert np.array_equal(by_steps(trunk, ids, [depth])[0], alone), depth
+    assert np.array_equal(by_steps(trunk, ids, [600])[0], alone)
+
+
+@settings(max_examples=25, deadline=None)
+@given(sizes=st.lists(st.integers(1, 20), min_size=1, max_size=12), seed=st.integers(0, 999))
+def test_steps_of_any_sizes_give_the_same_bits(sizes, seed):
+    trunk, ids = TRUNK[0], ids_of(sum(sizes), seed)
+    found, cache = by_steps(trunk, ids, [*sizes, 1])
+    expected, other = by_steps(trunk, ids, [1])
+    assert np.array_equal(found, expected)
+    for one, two in zip(cache, other, strict=True):
+        n = len(ids)
+        assert np.array_equal(np.array(one.keys[..., :n, :]), np.array(two.keys[..., :n, :]))
+        assert np.array_equal(np.array(one.values[..., :n, :]), np.array(two.values[..., :n, :]))
+
+
+TRUNK = [fused_of("llama", 4)[0]] if native else []
+
+
+def test_levels_are_the_layers_outputs_and_do_not_change_the_rest():
+    trunk, plain = fused_of("llama", 8)
+    ids = mx.array(ids_of(30))[None]
+    features, out = family_of(trunk, (1, 3)).forward(ids, make_prompt_cache(trunk))
+    expected, other = family_of(plain, (1, 3)).forward(ids, make_prompt_cache(plain))
+    assert features.shape == (1, 30, 3 * 64)
+    assert mx.abs(features - expected).max().item() < 1e-4 * mx.abs(expected).max().item()
+    assert mx.abs(out - other).max().item() < 2e-4 * mx.abs(other).max().item()
+    whole = family_of(trunk).forward(ids, make_prompt_cache(trunk))[1]
+    assert np.array_equal(np.array(whole), np.array(out))
+
+
+def test_rollback_is_exact_at_every_position():
+    trunk, _ = fused_of("llama", 4)
+    ids = ids_of(40).tolist()
+    for kept in range(9):
+        state = State(family_of(trunk))
+        state.forward(ids[:20])
+        mark = state.mark(8)
+        state.forward(ids[20 : 20 + 8])
+        state.rollback(mark, ids[20 : 20 + kept])
+        found = np.array(state.forward([7, 8])[1])
+        fresh = State(family_of(trunk))
+        fresh.forward(ids[: 20 + kept])
+        assert np.array_equal(found, np.array(fresh.forward([7, 8])[1]))
+
+
+def test_what_else_holds_a_cache_s_arrays_does_not_see_them_change():
+    trunk, _ = fused_of("llama", 4)
+    cache = make_prompt_cache(trunk)
+    logits(trunk, ids_of(10), cache)
+    held = [(c.keys, np.array(c.keys)) for c in cache]
+    logits(trunk, ids_of(3, seed=1), cache)
+    for array, before in held:
+        assert np.array_equal(np.array(array), before)
+
+
+def test_a_cache_whose_arrays_are_views_is_read_right():
+    trunk, _ = fused_of("llama", 4)
+    ids = ids_of(20)
+    expected = by_steps(trunk, ids, [15, 5])[0]
+    again = make_prompt_cache(trunk)
+    logits(trunk, ids[:15], again)
+    for c in again:
+        swapped = [mx.array(np.array(a).swapaxes(1, 2)).swapaxes(1, 2) for a in (c.keys, c.values)]
+        c.keys, c.values = swapped
+    assert np.array_equal(logits(trunk, ids[15:], again), expected[15:])
+
+
+def test_caches_grow_past_their_steps():
+    trunk, plain = fused_of("llama", 4)
+    ids = ids_of(530)
+    found = by_steps(trunk, ids, [255, 2, 254, 1])[0]
+    expected = by_steps(plain, ids, [255, 2, 254, 1])[0]
+    assert np.abs(found - expected).max() < 5e-4 * np.abs(expected).max()
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen2"])
+def test_several_sequences_go_the_ordinary_way(kind):
+    trunk, plain = fused_of(kind, 4)
+    ids = mx.array(np.stack([ids_of(12), ids_of(12, seed=1)]))
+    found = trunk(ids, cache=make_prompt_cache(trunk))
+    expected = plain(ids, cache=make_prompt_cache(plain))
+    assert mx.abs(found - expected).max().item() < 2e-4 * mx.abs(expected).max().item()
+    assert mx.abs(trunk(ids) - expected).max().item() < 2e-4 * mx.abs(expected).max().item()
+
+
+def test_another_cache_goes_the_ordinary_way():
+    trunk, plain = fused_of("llama", 4)
+    ids = mx.array(ids_of(12))[None]
+    found = trunk(ids, cache=[RotatingKVCache(8) for _ in range(3)])
+    expected = plain(ids, cache=[RotatingKVCache(8) for _ in range(3)])
+    assert mx.abs(found - expected).max().item() < 2e-4 * mx.abs(expected).max().item()
+
+
+@pytest.mark.parametrize("steps", [[1], [9], [40]])
+def test_a_window_hides_what_lies_before_it(steps):
+    config = SIZES | KINDS["llama"] | {
+        "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+        "sliding_window": 7,
+    }  # fmt: skip
+    module = import_module("mlx_lm.models.llama")
+    plain = module.Model(module.ModelArgs.from_dict(config)).eval()
+    randomise(plain, 3)
+    trunk = module.Model(module.ModelArgs.from_dict(config)).eval()
+    trunk.update(plain.parameters())
+    assert fuse(trunk)
+    ids = ids_of(40)
+    cache = [KVCache() for _ in range(3)]
+    found = np.concatenate(
+        [logits(trunk, ids[i : i + steps[0]], cache) for i in range(0, 40, steps[0])]
+    )
+    expected = logits(plain, ids, [KVCache() for _ in range(3)])
+    assert np.abs(found - expected).max() < 2e-4 * np.abs(expected).max()
+
+
+def test_a_trunk_holds_no_second_copy_of_its_matrices():
+    trunk, _ = fused_of("untied", 4)
+    left = dict(tree_flatten(trunk.parameters()))
+    assert all(name.endswith("norm.weight") for name in left), sorted(left)
+    assert isinstance(trunk.model.embed_tokens, PackedEmbedding)
+    assert isinstance(trunk.lm_head, PackedLinear)
+
+
+def test_output_rows_and_a_new_layer_are_plain():
+    trunk, plain = fused_of("llama", 8)
+    family = family_of(trunk)
+    ids = np.array([3, 0, 199])
+    found, expected = family.output_rows(ids), family_of(plain).output_rows(ids)
+    assert mx.abs(found - expected).max().item() < 1e-6
+    layer = family.new_layer()
+    assert {type(m) for m in layer.modules()} & {PackedLinear} == set()
+    gradient = nn.value_and_grad(layer, lambda x: layer(x, "causal", None).sum())(
+        mx.ones((2, 3, 64))
+    )[1]
+    assert all(mx.isfinite(g).all().item() for _, g in tree_flatten(gradient))
+
+
+def test_a_copied_layer_can_be_made_plain_and_trained():
+    trunk, plain = fused_of("qwen2", 8)
+    copied = to_float32(copy.deepcopy(trunk.model.layers[-1]))
+    x = mx.array(np.random.default_rng(0).standard_normal((1, 5, 64)).astype(np.float32))
+    expected = plain.model.layers[-1](x, "causal", None)
+    assert mx.abs(copied(x, "causal", None) - expected).max().item() < 1e-3
+    copied.mlp.down_proj.weight = mx.zeros_like(copied.mlp.down_proj.weight)
+    changed = copied(x, "causal", KVCache())  # the weights it has now, not the ones it came from
+    assert mx.abs(changed - expected).max().item() > 1e-2
+    assert trunk.model.layers[-1].stack is not None
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_a_head_drafts_as_its_own_float_weights_do(first):
+    trunk, _ = fused_of("llama", 8)
+    head = new_head(trunk, embedding_first=first, levels=(1, 2))
+    randomise(head, 1, 0.3)
+    plain = attach_head(trunk, head)
+    fused = cpu_head.fuse(plain)
+    assert isinstance(fused, cpu_head.FusedHead)
+    rng = np.random.default_rng(0)
+    caches = fused.new_cache(), plain.new_cache()
+    for rows, width in ((9, 192), (1, 192), (1, 64), (1, 64)):
+        state = mx.array(rng.standard_normal((rows, width)).astype(np.float32))
+        tokens = mx.array(rng.integers(0, VOCAB, rows))
+        found = fused.forward(state, tokens, caches[0])
+        expected = plain.forward(state, tokens, caches[1])
+        assert mx.abs(found - expected).max().item() < 0.05 * mx.abs(expected).max().item()
+        assert caches[0].offset == caches[1].offset
+    assert np.array_equal(np.array(fused.logits(found)), np.array(plain.logits(found)))
+
+
+def test_a_trunk_that_is_not_fused_keeps_its_head_as_it_is():
+    _, plain = trunk_of("llama")
+    attached = attach_head(plain, new_head(plain))
+    assert cpu_head.fuse(attached) is attached
+
+
+def test_what_is_served():
+    assert serves("llama")
+    assert serves("qwen3")
+    assert not serves("deepseek_v3")
+    assert not serves(None)
+
+
+def test_no_leak_over_many_steps():
+    def rss():
+        with open("/proc/self/statm") as f:
+            return int(f.read().split()[1]) * 4096
+
+    trunk = TRUNK[0]
+    cache = make_prompt_cache(trunk)
+
+    def steps(n):
+        for _ in range(n):
+            mx.eval(trunk(mx.array([[5]]), cache=cache))
+            for c in cache:
+                c.trim(1)
+
+    steps(300)
+    before = rss()
+    steps(10_000)
+    assert rss() - before < 4 << 20
+
+
+@pytest.mark.model
+def test_the_default_model_runs_from_its_own_weights(default_model_path):
+    bundle = load("SmolLM2-135M-Instruct", head="none")
+    trunk = bundle.trunk
+    assert trunk.model.stack is not None
+    assert trunk.model.layers[0].mlp.up_proj.matrix.nbytes == 1536 * 576 * 5 // 8  # 4 bits + scales
+    ids = np.random.default_rng(0).integers(0, 49152, 160).astype(np.int32)
+    alone = by_steps(trunk, ids, [100, 1])[0]
+    for size in (4, 8):
+        assert np.array_equal(by_steps(trunk, ids, [100, size])[0], alone)
