@@ -68,7 +68,7 @@ def run(
     with console.working("warming up"):
         stream(bundle, "Hello", **{**options, "max_tokens": 4, "draft": "none"}).result()
     plain = _Side("without drafts (AR)", stream(bundle, prompt, **options, draft="none"))
-    drafted = _Side("with drafts", stream(bundle, prompt, **options))
+    drafted = _Side("with drafts (underlined)", stream(bundle, prompt, **options))
     out = Console(highlight=False)
     # Two columns where they can be redrawn; else the text once, as it comes.
     with Live(console=out, auto_refresh=False) if out.is_terminal else nullcontext() as live:

@@ -20,7 +20,8 @@ import numpy as np
 from mlx.utils import tree_flatten
 
 from . import __version__
-from .depth import DEFAULT_COSTS, Costs
+from .cpu_layers import is_fused
+from .depth import DEFAULT_COSTS, KERNEL_COSTS, Costs
 from .drafters import MTPDrafter, Proposal
 from .environment import machine
 from .errors import MtplxError
@@ -127,7 +128,8 @@ def in_force(bundle: Bundle) -> tuple[Costs, dict[str, Any]]:
         found = stored(bundle)
     except (MtplxError, OSError) as e:  # costs only decide about speed
         found, note = None, {"note": str(e)}
-    costs = (found or DEFAULT_COSTS).relative()
+    default = KERNEL_COSTS if is_fused(bundle.trunk) else DEFAULT_COSTS
+    costs = (found or default).relative()
     source = "default" if found is None else "tuned"
     return costs, {"from": source, "forward": costs.forward, "draft": costs.draft, **note}
 

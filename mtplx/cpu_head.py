@@ -18,7 +18,7 @@ from .mtp_patch import AttachedHead
 from .native import status
 
 # Of the head's layer and projection, and of the trunk's output rows that it drafts from.
-BITS, OUTPUT_BITS = 8, 4
+BITS, OUTPUT_BITS = 8, 8
 GROUP_SIZES = (128, 64, 32)
 
 

@@ -24,7 +24,7 @@ from mlx_lm.models.rope_utils import Llama3RoPE
 
 from .native import status
 
-__all__ = ["SERVED", "fuse", "plain_weights", "serves"]
+__all__ = ["SERVED", "fuse", "is_fused", "plain_weights", "serves"]
 
 SERVED = ("llama", "mistral", "qwen2", "qwen3")
 _BLOCKS = (llama.TransformerBlock, qwen2.TransformerBlock, qwen3.TransformerBlock)
@@ -290,6 +290,11 @@ def _swap_matrices(model: nn.Module) -> None:
         new = kinds[type(module)](_pack(module), bias)
         model.update_modules(tree_unflatten([(name, new)]))
         del module
+
+
+def is_fused(trunk: Any) -> bool:
+    """Whether a trunk's layers run as one operation of the kernels."""
+    return isinstance(getattr(trunk, "model", None), _FusedModel)
 
 
 def fuse(trunk: Any) -> bool:

@@ -75,6 +75,10 @@ class Costs:
 DEFAULT_COSTS = Costs(
     (1.0, 1.02, 1.25, 1.02, 1.27, 1.28, 1.49, 1.37, 1.6, 1.65, 1.71, 1.76, 1.81), 0.11
 )
+# The same model, machine and head on the CPU kernels, which are bound by multiply-adds.
+KERNEL_COSTS = Costs(
+    (1.0, 1.16, 1.39, 1.58, 2.07, 2.44, 2.73, 2.94, 3.49, 3.78, 4.06, 4.35, 4.63), 0.13
+)
 
 
 class Choice(NamedTuple):

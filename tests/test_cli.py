@@ -51,7 +51,9 @@ def fails(result, code: int, *words: str) -> None:
         assert word in message, message
 
 
-@pytest.mark.parametrize("command", ["generate", "pull", "inspect", "bench", "tune", "demo"])
+@pytest.mark.parametrize(
+    "command", ["generate", "pull", "inspect", "bench", "tune", "compare", "certify"]
+)
 def test_every_command_has_help(command):
     result = run(command, "--help")
     assert result.returncode == 0
@@ -231,11 +233,11 @@ def test_tune_stores_what_generate_then_uses(model, tmp_path):
 
 
 @pytest.mark.model
-def test_demo_prints_text_and_the_table(real_model):
-    result = run("demo", "Repeat: red green blue red green blue", "-m", real_model, "-n", "12")
+def test_compare_prints_text_and_the_table(real_model):
+    result = run("compare", "Repeat: red green blue red green blue", "-m", real_model, "-n", "12")
     out = result.stdout.decode()
     assert result.returncode == 0, result.stderr.decode()
-    for word in ("tokens/s", "acceptance length", "acceptance by position", "same output"):
+    for word in ("tokens/s", "acceptance length", "acceptance by position", "speed-up"):
         assert word in out
 
 

@@ -1,6 +1,7 @@
 """How acceptance and speed depend on temperature and top-p; the law is exact at every point.
 
-Drafts come from the MTP head, 3 a round, under the token rule; top-k is off.
+Acceptance is that of 3 drafts a round from the MTP head under the token rule, top-k off; the speed
+that of the default, which drafts as many as pay.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ class Grid(Report):
     def _shown(self, name: str, t: float, p: float) -> str:
         value = number(self.figures[_key(name, t, p)])
         error = self.figures.get(_key(name + _ERROR, t, p))
-        return value if error is None else f"{value} ± {number(error)}"
+        return value if error is None else f"{value} ± {error:.2g}"
 
     def plot(self, path: Path) -> None:
         """Acceptance, acceptance length and speed over T, a line for every top-p, as a PNG."""
@@ -75,7 +76,11 @@ def run(bundle: Bundle, *, plot: Path | None = None) -> Grid:
         if not plot.parent.is_dir():
             raise RequestError(f"--plot: there is no directory {plot.parent}")
     prompts = [text for name in heldout.SOURCES for text in heldout.chosen(name, _EACH)]
-    ways = {"k3": Way(bundle, "mtp", 3), "ar": Way(bundle, "none", 0)}
+    ways = {
+        "k3": Way(bundle, "mtp", 3),
+        "auto": Way(bundle, "auto", "auto"),
+        "ar": Way(bundle, "none", 0),
+    }
     for way in ways.values():
         way.start(prompts[0], SamplerConfig(), tokens=8).result()
     # Greedy decoding does not know top-p.
@@ -106,7 +111,7 @@ def _point(
         tokens=_TOKENS,
         before=lambda: step(f"T = {t:g}, top-p = {p:g}"),
     )
-    drafted, plain = summed(found["k3"]), summed(found["ar"])
+    drafted, auto, plain = (summed(found[way]) for way in ("k3", "auto", "ar"))
     kept = next(iter(drafted.acceptance_by_position), None)
     return {
         "acceptance_1": kept,
@@ -114,6 +119,6 @@ def _point(
         if kept is None
         else sqrt(kept * (1 - kept) / drafted.drafted[0]),
         "acceptance_length": drafted.acceptance_length,
-        "tokens_per_second": drafted.tokens_per_second,
-        "speed_vs_ar": drafted.tokens_per_second / plain.tokens_per_second,
+        "tokens_per_second": auto.tokens_per_second,
+        "speed_vs_ar": auto.tokens_per_second / plain.tokens_per_second,
     }

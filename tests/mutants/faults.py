@@ -191,13 +191,13 @@ MUTANTS = [
     ),
     # --- ends and reports
     Mutant(
-        "max_tokens is overshot", "mtplx.sequence:Sequence.commit",
-        "if self.finish_reason is not None:", "if self.finish_reason == 'stop':",
+        "max_tokens is overshot", "mtplx.sequence:Sequence._append", "self.remaining == 0",
+        "self.remaining < 0",
         ("an output ends at max_tokens",),
     ),
     Mutant(
-        "max_tokens is undershot by the block", "mtplx.sequence:Sequence.remaining.fget",
-        "self.max_tokens -", "self.max_tokens - self.depth -",
+        "max_tokens is undershot", "mtplx.sequence:Sequence._append", "self.remaining == 0",
+        "self.remaining <= 1",
         ("an output ends at max_tokens",),
     ),
     Mutant(
@@ -211,8 +211,8 @@ MUTANTS = [
         ("ids end where the text does",),
     ),
     Mutant(
-        "logprobs of the block's first row", "mtplx.sequence:Sequence.note", "token_logprob(laws[i]",
-        "token_logprob(laws[0]",
+        "logprobs of the block's first row", "mtplx.sequence:Sequence.note",
+        "token_logprob(laws[i]", "token_logprob(laws[0]",
         ("logprobs are plain decoding's",),
     ),
     Mutant(

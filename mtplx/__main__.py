@@ -1,0 +1,10 @@
+"""``python -m mtplx``: the same as the command."""
+
+from __future__ import annotations
+
+import sys
+
+from .cli import main
+
+if __name__ == "__main__":
+    sys.exit(main())
