@@ -13,7 +13,8 @@ from doubles import GREEDY
 import mtplx
 import mtplx.console
 from mtplx import costs
-from mtplx.depth import DEFAULT_COSTS, Costs
+from mtplx.cpu_layers import is_fused
+from mtplx.depth import DEFAULT_COSTS, KERNEL_COSTS, Costs
 from mtplx.errors import MtplxError
 
 SOME = Costs((0.01, 0.012, 0.014), 0.001)
@@ -110,6 +111,10 @@ def broken(entries):
     }
 
 
+def default(bundle) -> Costs:
+    return KERNEL_COSTS if is_fused(bundle.trunk) else DEFAULT_COSTS
+
+
 def test_a_damaged_file_means_default_costs_and_says_so(headed, file, capsys):
     costs.store(headed, SOME)
     for text in broken(json.loads(file.read_text())).values():
@@ -117,7 +122,7 @@ def test_a_damaged_file_means_default_costs_and_says_so(headed, file, capsys):
         with pytest.raises(MtplxError, match=r"costs\.json cannot be used.*mtplx tune"):
             costs.stored(headed)
         known, told = costs.in_force(headed)
-        assert known == DEFAULT_COSTS
+        assert known == default(headed)
         assert told["from"] == "default"
         assert "mtplx tune" in told["note"]
     result = mtplx.generate(headed, [5, 6], max_tokens=4)
@@ -131,7 +136,7 @@ def test_a_run_says_by_which_costs_it_chose(headed, file):
     options = {"sampling": GREEDY, "max_tokens": 12, "seed": 1}
     stats = mtplx.generate(headed, [5, 6], **options).stats
     assert (stats.drafter, stats.depth, stats.costs["from"]) == ("auto", "auto", "default")
-    assert stats.costs["forward"] == DEFAULT_COSTS.forward
+    assert stats.costs["forward"] == default(headed).forward
     costs.store(headed, SOME)
     stats = mtplx.generate(headed, [5, 6], **options).stats
     assert stats.to_dict()["costs"] == {"from": "tuned", "forward": (1, 1.2, 1.4), "draft": 0.1}
