@@ -37,6 +37,7 @@ _TUPLE_PROMPT = "The weather today is"
 _TOKENS, _RECORDED = 64, 2
 _DEPTHS: tuple[Depth, ...] = ("auto", 3, 1, 4, 2)
 _TUPLES = 200
+_APART = 10**6
 # Shares of the time: replay must not use up what the bets need, and these leave some to chi-square.
 _REPLAY_SHARE, _BETS_SHARE = 0.3, 0.8
 
@@ -73,23 +74,34 @@ def certify(
     rules = tuple(dict.fromkeys(rules))
     found = Certificate(bundle, rules, alpha, delta, law, new_seed() if seed is None else seed)
 
+    furthest = 0.0
+
+    def ahead(share: float, what: str) -> None:  # wealth goes up and down, a bar does not
+        nonlocal furthest
+        furthest = max(furthest, share)
+        say(furthest, what)
+
     def until(share: float) -> Callable[[], bool]:
         return lambda: monotonic() < begin + share * 60 * minutes
 
     with _timed(found, "enumeration"):
-        _enumerate(found, say, until(1.0))
+        _enumerate(found, ahead, until(1.0))
     if "coupled" in rules:
         with _timed(found, "seed_replay"):
-            _replay(found, prompts, say, until(_REPLAY_SHARE))
+            _replay(found, prompts, ahead, until(_REPLAY_SHARE))
     with _timed(found, "e_process"):
         for i, rule in enumerate(rules):
             now = (monotonic() - begin) / (60 * minutes)
             _bet(
-                found, rule, prompts, say, until(now + max(0, _BETS_SHARE - now) / (len(rules) - i))
+                found,
+                rule,
+                prompts,
+                ahead,
+                until(now + max(0, _BETS_SHARE - now) / (len(rules) - i)),
             )
     with _timed(found, "chi_square"):
         for rule in rules:
-            _tuples(found, rule, say, until(1.0))
+            _tuples(found, rule, ahead, until(1.0))
     return found
 
 
@@ -155,7 +167,7 @@ def _bet(
         options = Options(
             found.sampling,
             _TOKENS,
-            seed=found.seed + outputs,
+            seed=_seed(found, rule, 1) + outputs,
             depth=_DEPTHS[outputs % len(_DEPTHS)],
             verify=rule,
         )
@@ -170,6 +182,11 @@ def _bet(
     found.bets[rule], found.outputs[rule], found.tokens[rule] = bets, outputs, tokens
 
 
+def _seed(found: Certificate, rule: RuleName, part: int) -> int:
+    """The first seed of a rule's outputs: no two outputs of a certificate share one."""
+    return (found.seed + (3 * part + RULE_NAMES.index(rule)) * _APART) % 2**64
+
+
 def _tuples(found: Certificate, rule: RuleName, say: Say, on: Callable[[], bool]) -> None:
     done, place = count(), found.rules.index(rule)
 
@@ -178,7 +195,7 @@ def _tuples(found: Certificate, rule: RuleName, say: Say, on: Callable[[], bool]
         return on()
 
     test, shown = tuples.run(
-        found.bundle, _TUPLE_PROMPT, rule, _TUPLES, seed=found.seed, before=before
+        found.bundle, _TUPLE_PROMPT, rule, _TUPLES, seed=_seed(found, rule, 2), before=before
     )
     if test.runs:
         found.chi_square[rule], found.tuples[rule] = test, shown
