@@ -176,8 +176,8 @@ def test_what_else_holds_a_cache_s_arrays_does_not_see_them_change():
     logits(trunk, ids_of(10), cache)
     held = [(c.keys, np.array(c.keys)) for c in cache]
     logits(trunk, ids_of(3, seed=1), cache)
-    for array, before in held:
-        assert np.array_equal(np.array(array), before)
+    for array, before in held:  # NaN: nothing was ever written to the spare room
+        assert np.array_equal(np.array(array), before, equal_nan=True)
 
 
 def test_a_cache_whose_arrays_are_views_is_read_right():
