@@ -256,6 +256,13 @@ def test_a_training_writes_a_head_that_loads_and_says_how_it_was_made(bundle, tm
     assert (tmp_path / "mtp.safetensors").read_bytes() == before
 
 
+def test_two_trainings_in_one_place_are_refused(bundle, tmp_path):
+    with forge_run._alone(tmp_path / "work"):
+        with pytest.raises(RequestError, match="another training is running there"):
+            forge(bundle, tmp_path)
+        assert [path.name for path in tmp_path.rglob("*")] == ["work", "lock"]
+
+
 @pytest.mark.usefixtures("no_download")
 def test_another_plan_in_the_same_place_is_refused(bundle, tmp_path):
     with pytest.raises(Paused):

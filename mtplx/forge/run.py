@@ -6,10 +6,12 @@ with its measurement and its card.
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from time import perf_counter
@@ -89,14 +91,27 @@ def run(
         },
         "trunk": bundle.provenance.sha256,
     }
-    _keep_plan(work / "plan.json", plan)
-    forbidden = list(_forbidden(bundle))  # fetched before the long work, not after it
-    paths, seconds = _distil(bundle, seeds, data_plan, work / "data", clock)
-    data = Data(paths, headed_family(bundle.trunk).vocab_size, forbidden=forbidden)
-    trainer = _train(bundle, data, train_plan, work / "checkpoint.safetensors", clock)
-    clock.check()
-    about = {**about, "distil_seconds": seconds}
-    _write(bundle, trainer, out, {**about, "plan": plan})
+    with _alone(work):
+        _keep_plan(work / "plan.json", plan)
+        forbidden = list(_forbidden(bundle))  # fetched before the long work, not after it
+        paths, seconds = _distil(bundle, seeds, data_plan, work / "data", clock)
+        data = Data(paths, headed_family(bundle.trunk).vocab_size, forbidden=forbidden)
+        trainer = _train(bundle, data, train_plan, work / "checkpoint.safetensors", clock)
+        clock.check()
+        about = {**about, "distil_seconds": seconds}
+        _write(bundle, trainer, out, {**about, "plan": plan})
+
+
+@contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """Hold ``folder`` for this process; ``RequestError`` if another one has it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / "lock").open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise RequestError(f"{folder}: another training is running there") from None
+        yield
 
 
 def _keep_plan(path: Path, plan: dict[str, Any]) -> None:
