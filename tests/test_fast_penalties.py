@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from test_fast_sampling import DTYPES, INF, NAN, host, random_logits
 
+import mtplx.fast_sampling as fast
 from mtplx.fast_sampling import (
     apply_penalties_mlx,
     sample_token_ids_from_mlx_logits,
@@ -167,3 +168,24 @@ def test_uniforms_at_the_ends():
 def test_the_law_of_one_token():
     law = sparse_distribution_from_mlx_logits(mx.array([[3.0]]), SamplerConfig())
     assert law == SparseDistribution.one_hot(0, 1)
+
+
+def test_the_vocabulary_is_never_sorted(monkeypatch):
+    monkeypatch.setattr(fast, "_on_cpu", lambda: False)
+    sorted_sizes = []
+
+    def recording(function):
+        def call(array, *args, **kwargs):
+            sorted_sizes.append(array.shape[-1])
+            return function(array, *args, **kwargs)
+
+        return call
+
+    for name in ("sort", "argsort"):
+        monkeypatch.setattr(fast.mx, name, recording(getattr(mx, name)))
+    logits = mx.random.normal((2, 49152))
+    for filters in ({"top_p": 0.9}, {"top_k": 20}, {"min_p": 0.02}):
+        config = SamplerConfig(temperature=0.7, **{"top_p": 1.0, "top_k": 0, **filters})
+        fast.sparse_distributions_from_mlx_logits(logits, config)
+    assert sorted_sizes
+    assert max(sorted_sizes) <= 2048

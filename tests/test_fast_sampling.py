@@ -377,26 +377,6 @@ def test_host_distribution_on_a_support_and_on_a_whole_row():
     np.testing.assert_allclose(part.probs, whole.probs, rtol=1e-12)
 
 
-def test_the_vocabulary_is_never_sorted(monkeypatch):
-    monkeypatch.setattr(fast, "_on_cpu", lambda: False)
-    sorted_sizes = []
-
-    def recording(function):
-        def call(array, *args, **kwargs):
-            sorted_sizes.append(array.shape[-1])
-            return function(array, *args, **kwargs)
-
-        return call
-
-    for name in ("sort", "argsort"):
-        monkeypatch.setattr(fast.mx, name, recording(getattr(mx, name)))
-    logits = random_logits(np.random.default_rng(1), 2, 49152, "float32")
-    for config in SINGLE_FILTERS:
-        sparse_distributions_from_mlx_logits(logits, config)
-    assert sorted_sizes
-    assert max(sorted_sizes) <= 2048
-
-
 # --- last -------------------------------------------------------------------------------------
 
 
