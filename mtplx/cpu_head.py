@@ -29,7 +29,8 @@ class FusedHead(AttachedHead):
     """
 
     def __init__(self, attached: AttachedHead, combine: Any, stack: Stack, rows: Any):
-        super().__init__(attached.family, attached.head)
+        vars(self).update(vars(attached))
+        self._rows = None  # the packed ones are in their place
         self._combine, self._stack, self._packed_rows = combine, stack, rows
 
     def forward(self, state: mx.array, tokens: mx.array, cache: Any) -> mx.array:

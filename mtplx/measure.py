@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import zip_longest
 from time import perf_counter
-from typing import Any
+from typing import Any, cast
 
 import mlx.core as mx
 
@@ -191,20 +191,23 @@ def _enter(result: Measurement, temperature: float, found: dict[str, list[Genera
     }
 
 
-class _TimedHead(AttachedHead):
-    """An attached head whose every forward is computed at once, and timed."""
+class _TimedHead:
+    """An attached head, of whatever kind, whose every forward is computed at once, and timed."""
 
     def __init__(self, attached: AttachedHead):
-        vars(self).update(vars(attached))
+        self._attached = attached
         self.seconds = 0.0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._attached, name)
 
     def forward(self, state: mx.array, tokens: mx.array, cache: Any) -> mx.array:
         """As the head's."""
-        return self._timed(super().forward, state, tokens, cache)
+        return self._timed(self._attached.forward, state, tokens, cache)
 
     def logits(self, hidden: mx.array) -> mx.array:
         """As the head's."""
-        return self._timed(super().logits, hidden)
+        return self._timed(self._attached.logits, hidden)
 
     def _timed(self, call: Callable[..., mx.array], *arguments: Any) -> mx.array:
         begin = perf_counter()
@@ -227,7 +230,8 @@ def _round_overhead(
         stream = way.start(prompt, SamplerConfig(temperature=0.6), seed=seed, tokens=tokens)
         mtp = getattr(stream.sequence.drafter, "mtp", stream.sequence.drafter)
         assert isinstance(mtp, MTPDrafter)
-        mtp.attached = head = _TimedHead(mtp.attached)
+        head = _TimedHead(mtp.attached)
+        mtp.attached = cast(AttachedHead, head)
         stats, rounds = stream.sequence.stats, iter(stream)
         next(rounds)
         inside -= stats.forward_seconds + head.seconds

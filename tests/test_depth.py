@@ -99,7 +99,8 @@ def test_the_rate_in_the_long_run_is_that_of_the_best_fixed_depth(costs, table):
     tokens = sum(1 + survival[:k].sum() for k in depths)
     rate = tokens / sum(costs.drafting(k) for k in depths)
     highest, depth = brute_force(known, costs.drafting)
-    assert rate > (0.985 if depth else 0.94) * highest
+    # On jagged costs a probe of one draft more is dear.
+    assert rate > (0.94 if not depth else 0.985 if costs is DEFAULT_COSTS else 0.99) * highest
 
 
 def test_at_the_start_depth_follows_the_priors():
