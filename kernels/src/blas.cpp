@@ -112,15 +112,17 @@ struct Product {
   int lda, ldb, ldc;
   Grid grid;
 
-  static void tile(const void* self, int index) {
-    const Product& p = *static_cast<const Product*>(self);
-    const std::int64_t top = static_cast<std::int64_t>(index / p.grid.across) * p.grid.rows;
-    const std::int64_t left = static_cast<std::int64_t>(index % p.grid.across) * p.grid.columns;
-    const int rows = static_cast<int>(std::min<std::int64_t>(p.grid.rows, p.m - top));
-    const int columns = static_cast<int>(std::min<std::int64_t>(p.grid.columns, p.n - left));
-    p.gemm(kRowMajor, p.transa, p.transb, rows, columns, p.k, p.alpha,
-           p.a + (p.transa == kNoTrans ? top * p.lda : top), p.lda,
-           p.b + (p.transb == kNoTrans ? left : left * p.ldb), p.ldb, p.beta, p.c + top * p.ldc + left, p.ldc);
+  static void tiles(const void* self, int first, int last) {
+    for (int i = first; i < last; ++i) static_cast<const Product*>(self)->tile(i);
+  }
+
+  void tile(int index) const {
+    const std::int64_t top = static_cast<std::int64_t>(index / grid.across) * grid.rows;
+    const std::int64_t left = static_cast<std::int64_t>(index % grid.across) * grid.columns;
+    const int rows = static_cast<int>(std::min<std::int64_t>(grid.rows, m - top));
+    const int columns = static_cast<int>(std::min<std::int64_t>(grid.columns, n - left));
+    gemm(kRowMajor, transa, transb, rows, columns, k, alpha, a + (transa == kNoTrans ? top * lda : top), lda,
+         b + (transb == kNoTrans ? left : left * ldb), ldb, beta, c + top * ldc + left, ldc);
   }
 };
 
@@ -143,11 +145,11 @@ void multiply(int which, Gemm<T, Scalar> gemm, int order, int transa, int transb
                                    beta, a,      b,      c,   lda, ldb, ldc, make_grid(m, n, k, s.small)};
   const int tiles = product.grid.down * product.grid.across;
   if (tiles == 1 || s.threads == 1) {
-    for (int i = 0; i < tiles; ++i) product.tile(&product, i);
+    product.tiles(&product, 0, tiles);
     return;
   }
   s.shared.fetch_add(1, std::memory_order_relaxed);
-  s.pool.run(tiles, &Product<T, Scalar>::tile, &product);
+  s.pool.run(tiles, &Product<T, Scalar>::tiles, &product);
 }
 
 }  // namespace

@@ -76,10 +76,10 @@ void set_threads(int threads) {
 
 int threads() { return state().count; }
 
-void run_on_pool(int count, void (*work)(const void*, int), const void* context) {
+void run_on_pool(int count, void (*work)(const void*, int, int), const void* context) {
   Threads& s = state();
   if (count <= 1 || s.count.load(std::memory_order_relaxed) == 1) {
-    for (int i = 0; i < count; ++i) work(context, i);
+    if (count > 0) work(context, 0, count);
   } else {
     s.pool.run(count, work, context, 2 * s.count.load(std::memory_order_relaxed));
   }

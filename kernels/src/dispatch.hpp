@@ -22,16 +22,22 @@ void choose(const std::string& name);
 void set_threads(int threads);
 int threads();
 
+// The pool behind `share` and `share_ranges`.
+void run_on_pool(int count, void (*work)(const void*, int, int), const void* context);
+
+// Calls work(first, last) for ranges that make up [0, count), on the pool; returns when all are done.
+template <class Work>
+void share_ranges(int count, const Work& work) {
+  run_on_pool(
+      count, [](const void* self, int first, int last) { (*static_cast<const Work*>(self))(first, last); }, &work);
+}
+
 // Calls work(i) once for each i in [0, count) on the pool; returns when all are done.
 template <class Work>
-void share(int count, const Work& work);
-
-// The pool behind `share`.
-void run_on_pool(int count, void (*work)(const void*, int), const void* context);
-
-template <class Work>
 void share(int count, const Work& work) {
-  run_on_pool(count, [](const void* self, int i) { (*static_cast<const Work*>(self))(i); }, &work);
+  share_ranges(count, [&](int first, int last) {
+    for (int i = first; i < last; ++i) work(i);
+  });
 }
 
 }  // namespace mtplx

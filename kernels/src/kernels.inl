@@ -2,7 +2,7 @@
 //
 // V: kLanes; Float, Int; load, store, set, add, sub, mul, div, fma, max (the second operand where one is NaN), min,
 // load_words, words, keep (a mask's bits), right, left, from_int, from_bits, bits, pow2, widen16 (kLanes float16), sum,
-// sum4 (of four vectors), largest; kWide, the strips that four rows go through at a time.
+// sum4 (of four vectors), largest; kRegisters, how many vectors there are.
 // No function of the standard library is called here: one instantiated with this file's flags might replace another's.
 
 constexpr int W = V::kLanes;

@@ -10,7 +10,7 @@ namespace {
 struct V {
   static constexpr const char* kName = "avx2";
   static constexpr int kLanes = 8;
-  static constexpr int kWide = 1;
+  static constexpr int kRegisters = 16;
   using Float = __m256;
   using Int = __m256i;
 

@@ -10,7 +10,7 @@ namespace {
 struct V {
   static constexpr const char* kName = "avx512";
   static constexpr int kLanes = 16;
-  static constexpr int kWide = 2;
+  static constexpr int kRegisters = 32;
   using Float = __m512;
   using Int = __m512i;
 

@@ -10,7 +10,7 @@ namespace {
 struct V {
   static constexpr const char* kName = "neon";
   static constexpr int kLanes = 4;
-  static constexpr int kWide = 1;
+  static constexpr int kRegisters = 32;
   using Float = float32x4_t;
   using Int = uint32x4_t;
 

@@ -8,7 +8,7 @@ namespace {
 struct V {
   static constexpr const char* kName = "portable";
   static constexpr int kLanes = 4;
-  static constexpr int kWide = 1;
+  static constexpr int kRegisters = 16;
   typedef float Float __attribute__((vector_size(16)));
   typedef std::uint32_t Int __attribute__((vector_size(16)));
   typedef std::int32_t Signed __attribute__((vector_size(16)));

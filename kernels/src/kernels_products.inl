@@ -42,30 +42,46 @@ inline void strips(const MatrixView& m, const std::uint8_t* words, std::size_t a
   constexpr int kElements = elements_per_word(kFormat);
   constexpr int kPart = kStrip / W;  // vectors of a strip
   constexpr int B = S * kPart;
-  const int words_a_group = m.group / kElements;
+  const int words_a_group = m.group / kElements, row = m.padded;
   for (int r = 0; r < R; ++r) {
     for (int b = 0; b < B; ++b) V::store(out + r * kPanel + b * W, V::set(0.0f));
   }
-  for (int g = 0; g < m.groups; ++g, sums += R) {
+  for (int g = 0; g < m.groups; ++g) {
     F acc[R][B];
     for (int r = 0; r < R; ++r) {
       for (int b = 0; b < B; ++b) acc[r][b] = V::set(0.0f);
     }
-    // The same place four groups on; behind the strip's end, in the strip that comes S further.
+    // The same place a few groups on; behind the strip's end, in the strip that comes S further.
     const std::uint8_t* ahead = words + kAhead * m.group_bytes + (g + kAhead < m.groups ? 0 : (S - 1) * apart);
     for (int s = 0; s < S; ++s) {
       for (std::size_t line = 0; line < m.group_bytes; line += 64) __builtin_prefetch(ahead + s * apart + line);
     }
-    for (int w = 0; w < words_a_group; ++w, words += 4 * kStrip, x += R * kElements) {
+    for (int w = 0; w < words_a_group; ++w, words += 4 * kStrip, x += kElements) {
       const auto step = [&]<int E>() __attribute__((always_inline)) {
-        F weight[B];
+        const auto weight = [&](int b) __attribute__((always_inline)) {
+          return element<kFormat, E>(words + (b / kPart) * apart + 4 * W * (b % kPart));
+        };
+        // Weights stay in registers if there is room for them, else activations.
+        if constexpr (R * B + B < V::kRegisters) {
+          F weights[B];
 #pragma GCC unroll 16
-        for (int b = 0; b < B; ++b) weight[b] = element<kFormat, E>(words + (b / kPart) * apart + 4 * W * (b % kPart));
-#pragma GCC unroll 4
-        for (int r = 0; r < R; ++r) {
-          const F activation = V::set(x[E * R + r]);
+          for (int b = 0; b < B; ++b) weights[b] = weight(b);
+#pragma GCC unroll 8
+          for (int r = 0; r < R; ++r) {
+            const F activation = V::set(x[r * row + E]);
 #pragma GCC unroll 16
-          for (int b = 0; b < B; ++b) acc[r][b] = V::fma(weight[b], activation, acc[r][b]);
+            for (int b = 0; b < B; ++b) acc[r][b] = V::fma(weights[b], activation, acc[r][b]);
+          }
+        } else {
+          F activation[R];
+#pragma GCC unroll 8
+          for (int r = 0; r < R; ++r) activation[r] = V::set(x[r * row + E]);
+#pragma GCC unroll 16
+          for (int b = 0; b < B; ++b) {
+            const F one = weight(b);
+#pragma GCC unroll 8
+            for (int r = 0; r < R; ++r) acc[r][b] = V::fma(one, activation[r], acc[r][b]);
+          }
         }
       };
       step.template operator()<0>();
@@ -81,59 +97,90 @@ inline void strips(const MatrixView& m, const std::uint8_t* words, std::size_t a
         step.template operator()<7>();
       }
     }
+    if constexpr (has_scales(kFormat)) {
+      F scale[B], bias[B];
 #pragma GCC unroll 16
-    for (int b = 0; b < B; ++b) {
-      float* total = out + b * W;
-      if constexpr (has_scales(kFormat)) {
+      for (int b = 0; b < B; ++b) {
         const std::uint8_t* scales = words + (b / kPart) * apart;
-        const F scale = scale_vector(scales, m.scale_type, W * (b % kPart));
-        const F bias = scale_vector(scales + kStrip * bytes_of(m.scale_type), m.scale_type, W * (b % kPart));
-#pragma GCC unroll 4
-        for (int r = 0; r < R; ++r) {
-          const F scaled = V::fma(scale, acc[r][b], V::load(total + r * kPanel));
-          V::store(total + r * kPanel, V::fma(bias, V::set(sums[r]), scaled));
+        scale[b] = scale_vector(scales, m.scale_type, W * (b % kPart));
+        bias[b] = scale_vector(scales + kStrip * bytes_of(m.scale_type), m.scale_type, W * (b % kPart));
+      }
+#pragma GCC unroll 8
+      for (int r = 0; r < R; ++r) {
+        const F sum = V::set(sums[r * m.groups + g]);
+        float* total = out + r * kPanel;
+#pragma GCC unroll 16
+        for (int b = 0; b < B; ++b, total += W) {
+          V::store(total, V::fma(bias[b], sum, V::fma(scale[b], acc[r][b], V::load(total))));
         }
-      } else {
-#pragma GCC unroll 4
-        for (int r = 0; r < R; ++r) V::store(total + r * kPanel, V::add(V::load(total + r * kPanel), acc[r][b]));
+      }
+      words += 2 * kStrip * bytes_of(m.scale_type);
+    } else {
+#pragma GCC unroll 8
+      for (int r = 0; r < R; ++r) {
+        float* total = out + r * kPanel;
+#pragma GCC unroll 16
+        for (int b = 0; b < B; ++b, total += W) V::store(total, V::add(V::load(total), acc[r][b]));
       }
     }
-    if constexpr (has_scales(kFormat)) words += 2 * kStrip * bytes_of(m.scale_type);
   }
 }
 
-// A chunk of rows through two strips: four chains of sums at least, for the latency of their additions.
-template <Format kFormat>
-inline void chunk_product(const MatrixView& m, const std::uint8_t* panel, int strip, int rows, const float* x,
-                          const float* sums, float* out) {
-  constexpr int kWide = V::kWide;  // strips that three and four rows have registers for
-  const std::size_t apart = m.strip_bytes;
-  const std::uint8_t* words = panel + strip * apart;
-  out += strip * kStrip;
-  switch (rows) {
-    case 1:
-      return strips<kFormat, 1, 2>(m, words, apart, x, sums, out);
-    case 2:
-      return strips<kFormat, 2, 2>(m, words, apart, x, sums, out);
-    case 3:
-      for (int s = 0; s < 2; s += kWide) strips<kFormat, 3, kWide>(m, words + s * apart, apart, x, sums, out + s * kStrip);
-      return;
-    default:
-      for (int s = 0; s < 2; s += kWide) strips<kFormat, 4, kWide>(m, words + s * apart, apart, x, sums, out + s * kStrip);
+// The most strips that R rows have registers for: their sums, weights or activations, and one more.
+constexpr int most_strips(int rows) {
+  for (int s = kPanel / kStrip; s > 1; s /= 2) {
+    const int vectors = s * kStrip / W;
+    if (rows * vectors + (rows < vectors ? rows : vectors) + 1 <= V::kRegisters) return s;
   }
+  return 1;
+}
+
+// R rows through `count` strips, 2 or 4.
+template <Format kFormat, int R>
+inline void chunk_product(const MatrixView& m, const std::uint8_t* words, int count, const float* x, const float* sums,
+                          float* out) {
+  constexpr int kMost = most_strips(R);
+  const std::size_t apart = m.strip_bytes;
+  if constexpr (kMost == 4) {
+    if (count == 4) return strips<kFormat, R, 4>(m, words, apart, x, sums, out);
+  }
+  constexpr int S = kMost == 1 ? 1 : 2;
+  for (int s = 0; s < count; s += S) strips<kFormat, R, S>(m, words + s * apart, apart, x, sums, out + s * kStrip);
 }
 
 template <Format kFormat>
 inline void product_of(const MatrixView& m, int panel, int first, int last, int rows, const float* scaled,
                        const float* sums, float* out) {
   const std::uint8_t* data = m.data + static_cast<std::size_t>(panel) * (kPanel / kStrip) * m.strip_bytes;
-  const int chunks = chunks_of(rows);
-  // A pair of strips sees all chunks before the next pair is read.
-  for (int s = first / kStrip; s < last / kStrip; s += 2) {
+  const int chunks = chunks_of(rows), end = last / kStrip;
+  // Several chunks of rows go through two strips before the next two are read.
+  const int step = chunks > 1 ? 2 : end - first / kStrip;
+  for (int s = first / kStrip; s < end; s += step) {
     for (int c = 0; c < chunks; ++c) {
       const RowChunk chunk = chunk_of(rows, c);
-      chunk_product<kFormat>(m, data, s, chunk.size, scaled + static_cast<std::size_t>(chunk.first) * m.padded,
-                             sums + static_cast<std::size_t>(chunk.first) * m.groups, out + chunk.first * kPanel);
+      const float* x = scaled + static_cast<std::size_t>(chunk.first) * m.padded;
+      const float* sum = sums + static_cast<std::size_t>(chunk.first) * m.groups;
+      const std::uint8_t* words = data + s * m.strip_bytes;
+      float* to = out + chunk.first * kPanel + s * kStrip;
+      switch (chunk.size) {
+        case 1:
+          chunk_product<kFormat, 1>(m, words, step, x, sum, to);
+          break;
+        case 2:
+          chunk_product<kFormat, 2>(m, words, step, x, sum, to);
+          break;
+        case 3:
+          chunk_product<kFormat, 3>(m, words, step, x, sum, to);
+          break;
+        case 4:
+          chunk_product<kFormat, 4>(m, words, step, x, sum, to);
+          break;
+        case 5:
+          chunk_product<kFormat, 5>(m, words, step, x, sum, to);
+          break;
+        default:
+          chunk_product<kFormat, 6>(m, words, step, x, sum, to);
+      }
     }
   }
 }
@@ -154,27 +201,26 @@ void product(const MatrixView& m, int panel, int first, int last, int rows, cons
   }
 }
 
-void prepare(const MatrixView& m, const float* x, int rows, float* scaled, float* sums) {
+void prepare(const MatrixView& m, const float* x, float* scaled, float* sums) {
   if (!has_scales(m.format)) {
-    for (int i = 0; i < m.k; ++i) scaled[i * rows] = x[i];
-    for (int i = m.k; i < m.padded; ++i) scaled[i * rows] = 0.0f;
+    for (int i = 0; i < m.k; ++i) scaled[i] = x[i];
+    for (int i = m.k; i < m.padded; ++i) scaled[i] = 0.0f;
     return;
   }
-  float place[8];
+  float place[16];
   const int elements = elements_per_word(m.format);
-  for (int e = 0; e < 8; ++e) {
+  for (int e = 0; e < 16; ++e) {
     const int bits = e % elements == elements - 1 ? 0 : (e % elements) * (32 / elements);
     place[e] = float_of(static_cast<std::uint32_t>(127 - bits) << 23);  // 2^-bits
   }
-  for (int g = 0; g < m.groups; ++g) {
-    float part[8] = {};
-    for (int i = g * m.group; i < (g + 1) * m.group; i += 8) {
-      for (int e = 0; e < 8; ++e) {
-        scaled[(i + e) * rows] = x[i + e] * place[e];
-        part[e] += x[i + e];
-      }
+  for (int g = 0; g < m.groups; ++g, x += m.group, scaled += m.group) {
+    F sum = V::set(0.0f);
+    for (int i = 0; i < m.group; i += W) {
+      const F v = V::load(x + i);
+      V::store(scaled + i, V::mul(v, V::load(place + i % 16)));
+      sum = V::add(sum, v);
     }
-    sums[g * rows] = ((part[0] + part[4]) + (part[2] + part[6])) + ((part[1] + part[5]) + (part[3] + part[7]));
+    sums[g] = V::sum(sum);
   }
 }
 

@@ -57,14 +57,10 @@ const Prepared& prepare_block(const MatrixView& m, std::uint64_t phase, int bloc
   p.sums = p.scaled + scaled;
   float* raw = p.raw.take(m.k);
   const int first = block * kRowBlock, count = std::min(rows - first, kRowBlock);
-  for (int c = 0; c < chunks_of(count); ++c) {
-    const RowChunk chunk = chunk_of(count, c);
-    float* to = p.scaled + static_cast<std::size_t>(chunk.first) * m.padded;
-    float* sums = p.sums + static_cast<std::size_t>(chunk.first) * m.groups;
-    for (int r = 0; r < chunk.size; ++r) {
-      source(first + chunk.first + r, raw);
-      kernels().prepare(m, raw, chunk.size, to + r, sums + r);
-    }
+  for (int r = 0; r < count; ++r) {
+    source(first + r, raw);
+    kernels().prepare(m, raw, p.scaled + static_cast<std::size_t>(r) * m.padded,
+                      p.sums + static_cast<std::size_t>(r) * m.groups);
   }
   p.phase = phase;
   p.block = block;
@@ -74,7 +70,8 @@ const Prepared& prepare_block(const MatrixView& m, std::uint64_t phase, int bloc
 }
 
 // Runs matrices of the same number of inputs over the same rows. sink(matrix index, row, first column, count, values) is
-// called once for each stretch of outputs, on any thread. Half panels are shared out where whole ones would be too few.
+// called once for each stretch of outputs, on any thread. Half panels are shared out where whole ones would be too few;
+// two halves that come to one thread are done as a whole, which one row is faster with.
 template <class Source, class Sink>
 void products(std::initializer_list<const Packed*> matrices, int rows, const Source& source, const Sink& sink) {
   int panels = 0;
@@ -84,7 +81,8 @@ void products(std::initializer_list<const Packed*> matrices, int rows, const Sou
   const int units = panels * cuts;
   const int blocks = (rows + kRowBlock - 1) / kRowBlock;
   const std::uint64_t phase = next_phase();
-  share(units * blocks, [&](int tile) {
+  // `count` units of one panel.
+  const auto work = [&](int tile, int count) {
     const int block = tile / units;
     int unit = tile % units, index = 0;
     const Packed* const* matrix = matrices.begin();
@@ -95,15 +93,22 @@ void products(std::initializer_list<const Packed*> matrices, int rows, const Sou
     }
     const MatrixView& m = (*matrix)->view();
     const int panel = unit / cuts, first = unit % cuts * width;
-    const int count = std::min(m.n - panel * kPanel - first, width);
-    if (count <= 0) return;
+    const int outputs = std::min(m.n - panel * kPanel - first, count * width);
+    if (outputs <= 0) return;
     const Prepared& p = prepare_block(m, phase, block, rows, source);
     alignas(64) float out[kRowBlock * kPanel];
     const int top = block * kRowBlock;
     const int height = std::min(rows - top, kRowBlock);
-    kernels().product(m, panel, first, first + width, height, p.scaled, p.sums, out);
+    kernels().product(m, panel, first, first + count * width, height, p.scaled, p.sums, out);
     for (int r = 0; r < height; ++r) {
-      sink(index, top + r, panel * kPanel + first, count, out + r * kPanel + first);
+      sink(index, top + r, panel * kPanel + first, outputs, out + r * kPanel + first);
+    }
+  };
+  share_ranges(units * blocks, [&](int first, int last) {
+    while (first < last) {
+      const int count = cuts == 2 && first % 2 == 0 && first + 1 < last ? 2 : 1;
+      work(first, count);
+      first += count;
     }
   });
 }

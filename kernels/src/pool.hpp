@@ -32,13 +32,13 @@ class Pool {
     for (int i = 0; i < helpers; ++i) std::thread([this] { help(); }).detach();
   }
 
-  // Calls work(context, i) once for each i in [0, tiles), on any of the threads; returns when all are done. If another
-  // caller holds the helpers, this thread does all tiles alone. With share > 0 a claim takes the first 1/share of the
-  // tiles that are left, one at least: neighbours stay together, and the last claims are small.
-  void run(int tiles, void (*work)(const void*, int), const void* context, int share = 0) {
+  // Calls work(context, first, last) for ranges that make up [0, tiles), on any of the threads; returns when all are
+  // done. If another caller holds the helpers, this thread does all tiles alone. With share > 0 a claim takes the first
+  // 1/share of the tiles that are left, one at least: neighbours stay together, and the last claims are small.
+  void run(int tiles, void (*work)(const void*, int, int), const void* context, int share = 0) {
     std::unique_lock<std::mutex> guard(busy_, std::try_to_lock);
     if (!guard.owns_lock()) {
-      for (int i = 0; i < tiles; ++i) work(context, i);
+      work(context, 0, tiles);
       return;
     }
     work_ = work;
@@ -77,7 +77,7 @@ class Pool {
       taken = share > 0 && left > share ? left / share : 1;
     } while (!ticket_.compare_exchange_weak(seen, seen - taken, std::memory_order_acq_rel, std::memory_order_acquire));
     const int first = tiles_ - left;
-    for (int i = first; i < first + taken; ++i) work_(context_, i);
+    work_(context_, first, first + taken);
     done_.fetch_add(taken, std::memory_order_release);
     return true;
   }
@@ -102,7 +102,7 @@ class Pool {
   std::mutex busy_;
   // On one cache line, which a helper that sees a new ticket then has: each line costs it about 0.1 us.
   alignas(64) std::atomic<std::uint64_t> ticket_{0};
-  void (*work_)(const void*, int) = nullptr;
+  void (*work_)(const void*, int, int) = nullptr;
   const void* context_ = nullptr;
   int tiles_ = 0;
   std::atomic<int> share_{0};

@@ -15,7 +15,7 @@ constexpr int kStrip = 16;
 // The most rows that one call of `product` takes.
 constexpr int kRowBlock = 32;
 // The most rows that go through a strip at once; see `chunk_of`.
-constexpr int kRows = 4;
+constexpr int kRows = 6;
 // Positions whose scores are summed up together; chunks lie at multiples of it, whatever the rows.
 constexpr int kChunk = 64;
 // The most queries that one call of `attend` takes.
@@ -59,12 +59,12 @@ struct MatrixView {
 struct Kernels {
   const char* name;
 
-  // One row of a chunk of `rows` as `product` wants it. x: k floats. scaled: `padded` floats, `rows` apart, each divided
-  // by the place value that its weight has in its word. sums: one sum for each group, `rows` apart.
-  void (*prepare)(const MatrixView& matrix, const float* x, int rows, float* scaled, float* sums);
+  // One row as `product` wants it. x: k floats. scaled: `padded` floats, each divided by the place value that its weight
+  // has in its word. sums: one sum for each group.
+  void (*prepare)(const MatrixView& matrix, const float* x, float* scaled, float* sums);
 
   // out[r][j] = sum_i w[64 panel + j][i] x[r][i] for first <= j < last (multiples of 32); out has rows of 64.
-  // 1 <= rows <= kRowBlock. The chunk that begins with row r lies at scaled + r * padded and sums + r * groups.
+  // 1 <= rows <= kRowBlock. Row r lies at scaled + r * padded and sums + r * groups.
   void (*product)(const MatrixView& matrix, int panel, int first, int last, int rows, const float* scaled,
                   const float* sums, float* out);
 
