@@ -13,6 +13,7 @@ import mlx.nn as nn
 import numpy as np
 from mlx_lm.models.cache import KVCache
 
+from .cpu_cache import BankedCache
 from .cpu_layers import PackedEmbedding, Stack, native_layer
 from .mtp_patch import AttachedHead
 from .native import status
@@ -35,7 +36,7 @@ class FusedHead(AttachedHead):
 
     def forward(self, state: mx.array, tokens: mx.array, cache: Any) -> mx.array:
         """See ``AttachedHead.forward``."""
-        if type(cache) is not KVCache or state.shape[0] == 0:
+        if type(cache) not in (KVCache, BankedCache) or state.shape[0] == 0:
             return super().forward(state, tokens, cache)
         x = self._combine(state[None], tokens[None])
         return self._stack(x, [cache])[0]

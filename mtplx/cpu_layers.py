@@ -22,6 +22,7 @@ from mlx_lm.models import llama, qwen2, qwen3
 from mlx_lm.models.cache import KVCache
 from mlx_lm.models.rope_utils import Llama3RoPE
 
+from .cpu_cache import BankedCache, bank_of
 from .native import status
 
 __all__ = ["SERVED", "fuse", "is_fused", "plain_weights", "serves"]
@@ -104,7 +105,8 @@ class Stack:
     """Layers as one operation. A deep copy is None: the copied layers' weights may change."""
 
     def __init__(self, layers: Sequence[Any], eps: float, norm: mx.array | None = None):
-        self.layers, self.eps, self.norm = layers, eps, norm
+        self.layers, self.eps, self.norm = [layer for layer, _ in layers], eps, norm
+        self._cache_shape = layers[0][1]
         self._by_levels: dict[tuple[int, ...], Any] = {}
 
     def __deepcopy__(self, memo: Any) -> None:
@@ -117,32 +119,21 @@ class Stack:
         run = self._by_levels.get(levels)
         if run is None:
             native = status().native
-            run = native.Layers([layer for layer, _ in self.layers], self.eps, self.norm, levels)
+            run = native.Layers(self.layers, self.eps, self.norm, levels)
             self._by_levels[levels] = run
         rows, offset = x.shape[1], caches[0].offset
-        for (_, shape), cache in zip(self.layers, caches, strict=True):
-            _make_room(cache, rows, *shape)
-        out, keys, values = run(
-            x, offset, [cache.keys for cache in caches], [cache.values for cache in caches]
-        )
-        for cache, k, v in zip(caches, keys, values, strict=True):
-            cache.keys, cache.values, cache.offset = k, v, offset + rows
+        bank = bank_of(caches, *self._cache_shape)
+        bank.make_room(offset, rows)
+        out, bank.array = run(x, offset, bank.array)
+        for cache in caches:
+            cache.offset = offset + rows
         return out
 
 
-def _make_room(cache: KVCache, rows: int, heads: int, size: int) -> None:
-    """Grow a cache to hold ``rows`` more: by whole steps, as ``KVCache`` does, or by half."""
-    needed = cache.offset + rows
-    if cache.keys is not None and needed <= cache.keys.shape[2]:
-        return
-    length = -(-max(needed, cache.offset * 3 // 2) // cache.step) * cache.step
-    old = 0 if cache.keys is None else min(cache.offset, cache.keys.shape[2])
-    new = mx.zeros((1, heads, length - old, size))
-    if old == 0:
-        cache.keys, cache.values = new, mx.zeros_like(new)
-    else:
-        cache.keys = mx.concatenate([cache.keys[..., :old, :], new], axis=2)
-        cache.values = mx.concatenate([cache.values[..., :old, :], new], axis=2)
+def _is_plain(cache: Any) -> bool:
+    if type(cache) is not KVCache:
+        return False
+    return cache.keys is None or (cache.keys.dtype == mx.float32 and len(cache.keys) == 1)
 
 
 def _takes(x: mx.array, caches: Sequence[Any]) -> bool:
@@ -152,9 +143,7 @@ def _takes(x: mx.array, caches: Sequence[Any]) -> bool:
         and x.shape[0] == 1
         and x.shape[1] > 0
         and all(
-            type(cache) is KVCache
-            and cache.offset == caches[0].offset
-            and (cache.keys is None or (cache.keys.dtype == mx.float32 and len(cache.keys) == 1))
+            (type(cache) is BankedCache or _is_plain(cache)) and cache.offset == caches[0].offset
             for cache in caches
         )
     )

@@ -23,11 +23,12 @@ from mlx_lm.models.cache import (
     make_prompt_cache,
 )
 
+from .cpu_cache import BankedCache
 from .errors import StateError
 from .families import Family
 
 # Of these, rows behind ``offset`` are no part of the cache: setting it back or forth is all.
-_TRIMMED = (KVCache, QuantizedKVCache)
+_TRIMMED = (KVCache, BankedCache, QuantizedKVCache)
 _SNAPSHOTTED = (RotatingKVCache, ArraysCache, ChunkedKVCache)
 
 

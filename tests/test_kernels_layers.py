@@ -192,6 +192,35 @@ def test_a_cache_whose_arrays_are_views_is_read_right():
     assert np.array_equal(logits(trunk, ids[15:], again), expected[15:])
 
 
+def test_nothing_is_copied_where_nothing_else_holds_the_caches():
+    trunk, _ = fused_of("llama", 4)
+    cache, places = make_prompt_cache(trunk), set()
+    for rows in (10, 1, 4, 1):
+        logits(trunk, ids_of(rows), cache)
+        places.add(np.asarray(cache[0].bank.array).ctypes.data)
+    assert len(places) == 1
+
+
+def test_a_cache_written_by_others_is_an_ordinary_one_and_comes_back():
+    trunk, _ = fused_of("llama", 4)
+    ids = ids_of(24)
+    expected = by_steps(trunk, ids, [10, 4, 10])[0]
+    cache = make_prompt_cache(trunk)
+    logits(trunk, ids[:10], cache)
+    x = trunk.model.embed_tokens(mx.array(ids[10:14])[None])
+    for layer, own in zip(trunk.model.layers, cache, strict=True):  # as whoever runs single layers
+        x = layer(x, "causal", own)
+    assert [c.offset for c in cache] == [14, 14, 14]
+    found = logits(trunk, ids[14:], cache)
+    assert np.array_equal(found, expected[14:])
+    keys = mx.ones((1, 2, 1, 16))
+    first = np.array(cache[1].keys[..., :24, :])
+    cache[1].update_and_fetch(keys, keys)
+    assert type(cache[1]) is KVCache
+    assert type(cache[0]) is not KVCache
+    assert np.array_equal(np.array(cache[1].keys[..., :24, :]), first)
+
+
 def test_caches_grow_past_their_steps():
     trunk, plain = fused_of("llama", 4)
     ids = ids_of(530)

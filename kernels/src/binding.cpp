@@ -133,14 +133,12 @@ void bind_layers(nb::module_& m) {
           "layers"_a, "eps"_a, "final_norm"_a = nb::none(), "levels"_a = std::vector<int>{})
       .def(
           "__call__",
-          [](const Layers& self, const mx::array& x, int offset, const std::vector<mx::array>& keys,
-             const std::vector<mx::array>& values) {
-            auto r = mtplx::run_op(self.list, self.features, x, offset, keys, values);
-            return std::make_tuple(r.out, r.keys, r.values);
+          [](const Layers& self, const mx::array& x, int offset, const mx::array& caches) {
+            return mtplx::run_op(self.list, self.features, x, offset, caches);
           },
-          "x"_a, "offset"_a, "keys"_a, "values"_a,
-          "x (1, R, D) -> (1, R, (1 + levels) D), keys, values. The caches, (1, kv_heads, T, dim) a layer, are written\n"
-          "in place where nothing else holds them.");
+          "x"_a, "offset"_a, "caches"_a,
+          "x (1, R, D) -> (1, R, (1 + levels) D), caches. The caches, (layers, 2, kv_heads, T, dim) for keys and values,\n"
+          "are written in place where nothing else holds them.");
 }
 
 void bind_head(nb::module_& m) {

@@ -4,6 +4,8 @@
 #include <functional>
 #include <stdexcept>
 #include <string>
+#include <utility>
+#include <vector>
 
 #include "mlx/allocator.h"
 #include "mlx/backend/cpu/encoder.h"
@@ -70,49 +72,43 @@ class LookUp : public CpuPrimitive {
   Weights weights_;
 };
 
+// The caches go in and out alone: MLX lets an operation of several outputs write none of its inputs in place. What the
+// layers give besides lies in `found` until `Found` takes it.
 class Run : public CpuPrimitive {
  public:
-  Run(mx::Stream s, std::shared_ptr<const LayerList> layers, std::shared_ptr<const Features> features, int offset)
-      : CpuPrimitive(s), layers_(std::move(layers)), features_(std::move(features)), offset_(offset) {}
+  Run(mx::Stream s, std::shared_ptr<const LayerList> layers, std::shared_ptr<const Features> features, int offset,
+      std::shared_ptr<Vector> found)
+      : CpuPrimitive(s),
+        layers_(std::move(layers)),
+        features_(std::move(features)),
+        offset_(offset),
+        found_(std::move(found)) {}
   const char* name() const override { return "MtplxLayers"; }
 
-  // inputs: x, then keys and values of each layer in turn; outputs likewise.
+  // inputs: x, the caches; output: the caches.
   void eval_cpu(const std::vector<mx::array>& inputs, std::vector<mx::array>& outputs) override {
-    allocate(outputs[0]);
-    const int rows = inputs[0].shape(1);
-    std::vector<CacheView> caches;
-    struct Move {
-      const float* from;
-      float* to;
-      mx::Shape shape;
-      mx::Strides strides;
-    };
-    std::vector<Move> moves;
-    for (std::size_t i = 1; i < inputs.size(); ++i) {
-      const mx::array& in = inputs[i];
-      mx::array& out = outputs[i];
-      if (in.is_donatable() && in.flags().row_contiguous) {
-        out.copy_shared_buffer(in);
-      } else {
-        allocate(out);
-        moves.push_back({in.data<float>(), out.data<float>(), in.shape(), in.strides()});
-      }
-      if (i % 2 == 1) caches.push_back({out.data<float>(), nullptr, in.shape(2)});
-      if (i % 2 == 0) caches.back().values = out.data<float>();
+    const mx::array& before = inputs[1];
+    const bool in_place = before.is_donatable() && before.flags().row_contiguous;
+    if (in_place) {
+      outputs[0].copy_shared_buffer(before);
+    } else {
+      allocate(outputs[0]);
     }
+    const int rows = inputs[0].shape(1), heads = before.shape(2), room = before.shape(3), size = before.shape(4);
     auto& encoder = mx::cpu::get_command_encoder(stream());
-    encoder.dispatch([layers = layers_, features = features_, offset = offset_, rows, caches = std::move(caches),
-                      moves = std::move(moves), x = inputs[0].data<float>(), out = outputs[0].data<float>()] {
-      for (const Move& m : moves) {  // rows that are in use; the others hold nothing
-        for (int h = 0; h < m.shape[1]; ++h) {
-          for (int t = 0; t < offset; ++t) {
-            const float* from = m.from + h * m.strides[1] + t * m.strides[2];
-            float* to = m.to + (static_cast<std::size_t>(h) * m.shape[2] + t) * m.shape[3];
-            for (int d = 0; d < m.shape[3]; ++d) to[d] = from[d * m.strides[3]];
-          }
-        }
+    encoder.dispatch([layers = layers_, features = features_, found = found_, offset = offset_, rows, heads, room, size,
+                      in_place, from = before.data<float>(), to = outputs[0].data<float>(), x = inputs[0].data<float>()] {
+      const std::size_t block = static_cast<std::size_t>(room) * size, parts = 2 * heads * layers->size();
+      for (std::size_t i = 0; !in_place && i < parts; ++i) {  // rows that are in use; the others hold nothing
+        std::memcpy(to + i * block, from + i * block, sizeof(float) * offset * size);
       }
-      run(*layers, x, rows, offset, caches, *features, out);
+      std::vector<CacheView> caches;
+      for (std::size_t i = 0; i < layers->size(); ++i) {
+        float* keys = to + 2 * i * heads * block;
+        caches.push_back({keys, keys + heads * block, room});
+      }
+      found->resize(static_cast<std::size_t>(rows) * layers->front()->hidden() * (1 + features->levels.size()));
+      run(*layers, x, rows, offset, caches, *features, found->data());
     });
   }
 
@@ -120,6 +116,25 @@ class Run : public CpuPrimitive {
   std::shared_ptr<const LayerList> layers_;
   std::shared_ptr<const Features> features_;
   int offset_;
+  std::shared_ptr<Vector> found_;
+};
+
+class Found : public CpuPrimitive {
+ public:
+  Found(mx::Stream s, std::shared_ptr<const Vector> found) : CpuPrimitive(s), found_(std::move(found)) {}
+  const char* name() const override { return "MtplxLayersFound"; }
+
+  // input: the caches that `Run` has written.
+  void eval_cpu(const std::vector<mx::array>&, std::vector<mx::array>& outputs) override {
+    allocate(outputs[0]);
+    auto& encoder = mx::cpu::get_command_encoder(stream());
+    encoder.dispatch([found = found_, out = outputs[0].data<float>()] {
+      std::memcpy(out, found->data(), sizeof(float) * found->size());
+    });
+  }
+
+ private:
+  std::shared_ptr<const Vector> found_;
 };
 
 class CombineOp : public CpuPrimitive {
@@ -216,38 +231,31 @@ mx::array look_up_op(const Weights& weights, const mx::array& ids) {
   return mx::array(shape, mx::float32, std::make_shared<LookUp>(s, weights), {plain(ids, mx::int32)});
 }
 
-RunResult run_op(const std::shared_ptr<const LayerList>& layers, const std::shared_ptr<const Features>& features,
-                 const mx::array& x, int offset, const std::vector<mx::array>& keys,
-                 const std::vector<mx::array>& values) {
-  const std::size_t count = layers->size();
-  if (count == 0 || keys.size() != count || values.size() != count) refuse("one cache a layer is needed");
-  const int hidden = layers->front()->hidden();
+std::pair<mx::array, mx::array> run_op(const std::shared_ptr<const LayerList>& layers,
+                                       const std::shared_ptr<const Features>& features, const mx::array& x, int offset,
+                                       const mx::array& caches) {
+  const Layer& first = *layers->front();
+  const int hidden = first.hidden(), count = static_cast<int>(layers->size());
   if (x.ndim() != 3 || x.shape(0) != 1 || x.shape(2) != hidden) {
     refuse("x must be (1, rows, " + std::to_string(hidden) + ")");
   }
-  const int rows = x.shape(1);
-  std::vector<mx::array> inputs{plain(x, mx::float32)};
-  const mx::Shape out_shape{1, rows, hidden * static_cast<int>(1 + features->levels.size())};
-  std::vector<mx::Shape> shapes{out_shape};
-  for (std::size_t i = 0; i < count; ++i) {
-    const Layer& l = *(*layers)[i];
-    if (l.hidden() != hidden) refuse("the layers differ in their hidden size");
-    for (const mx::array* a : {&keys[i], &values[i]}) {
-      if (a->ndim() != 4 || a->shape(0) != 1 || a->shape(1) != l.kv_heads || a->shape(3) != l.dim ||
-          a->dtype() != mx::float32 || a->shape(2) != keys[i].shape(2)) {
-        refuse("a cache does not fit its layer");
-      }
-      if (offset < 0 || a->shape(2) - offset < rows) refuse("a cache has no room for the rows");
-      inputs.push_back(*a);
-      shapes.push_back(a->shape());
+  for (const auto& layer : *layers) {
+    if (layer->hidden() != hidden || layer->kv_heads != first.kv_heads || layer->dim != first.dim) {
+      refuse("the layers differ in their sizes");
     }
   }
-  const std::vector<mx::Dtype> types(shapes.size(), mx::float32);
-  const auto primitive = std::make_shared<Run>(cpu_stream(), layers, features, offset);
-  std::vector<mx::array> outputs = mx::array::make_arrays(std::move(shapes), types, primitive, inputs);
-  RunResult result{outputs[0], {}, {}};
-  for (std::size_t i = 1; i < outputs.size(); ++i) (i % 2 == 1 ? result.keys : result.values).push_back(outputs[i]);
-  return result;
+  const int rows = x.shape(1);
+  const auto fits = [&](int axis, int size) { return caches.shape(axis) == size; };
+  if (caches.ndim() != 5 || !fits(0, count) || !fits(1, 2) || !fits(2, first.kv_heads) || !fits(4, first.dim) ||
+      caches.dtype() != mx::float32) {
+    refuse("the caches do not fit the layers");
+  }
+  if (offset < 0 || caches.shape(3) - offset < rows) refuse("the caches have no room for the rows");
+  const mx::Shape out_shape{1, rows, hidden * static_cast<int>(1 + features->levels.size())};
+  const auto found = std::make_shared<Vector>();
+  const auto primitive = std::make_shared<Run>(cpu_stream(), layers, features, offset, found);
+  const mx::array after(caches.shape(), mx::float32, primitive, {plain(x, mx::float32), caches});
+  return {mx::array(out_shape, mx::float32, std::make_shared<Found>(cpu_stream(), found), {after}), after};
 }
 
 mx::array combine_op(const std::shared_ptr<const Combine>& head, const mx::array& state, const mx::array& tokens) {

@@ -28,17 +28,12 @@ mx::array look_up_op(const Weights& weights, const mx::array& ids);
 
 using LayerList = std::vector<std::shared_ptr<const Layer>>;
 
-struct RunResult {
-  mx::array out;
-  std::vector<mx::array> keys, values;
-};
-
-// x (1, R, D), keys and values (1, kv_heads, T, dim) a layer -> out (1, R, (1 + levels) D) and the caches with rows [offset,
-// offset + R) written: in place where nothing else holds the array, else in a copy. Throws std::invalid_argument for
-// shapes that do not fit.
-RunResult run_op(const std::shared_ptr<const LayerList>& layers, const std::shared_ptr<const Features>& features,
-                 const mx::array& x, int offset, const std::vector<mx::array>& keys,
-                 const std::vector<mx::array>& values);
+// x (1, R, D), caches (layers, 2, kv_heads, T, dim): keys and values -> out (1, R, (1 + levels) D) and the caches with rows
+// [offset, offset + R) written: in place where nothing else holds the array, else in a copy. Throws std::invalid_argument
+// for shapes that do not fit.
+std::pair<mx::array, mx::array> run_op(const std::shared_ptr<const LayerList>& layers,
+                                       const std::shared_ptr<const Features>& features, const mx::array& x, int offset,
+                                       const mx::array& caches);
 
 // state (1, R, F), tokens (1, R) -> (1, R, D).
 mx::array combine_op(const std::shared_ptr<const Combine>& head, const mx::array& state, const mx::array& tokens);

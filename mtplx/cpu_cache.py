@@ -1,0 +1,94 @@
+"""The attention caches of several layers in one array, which the CPU kernels write at once.
+
+As an array each, sixty would go into every forward and sixty come out, and MLX's bookkeeping for
+them takes as long as a fifth of the forward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import mlx.core as mx
+from mlx_lm.models.cache import KVCache
+
+
+class Bank:
+    """Keys and values of layers: ``array`` is (layers, 2, heads, room, size) float32.
+
+    What lies behind the offset of the caches is room: it may hold anything.
+    """
+
+    def __init__(self, caches: Sequence[KVCache], heads: int, size: int):
+        self.array = mx.zeros((len(caches), 2, heads, 0, size))
+        if used := caches[0].offset:
+            pairs = [mx.concatenate([cache.keys, cache.values]) for cache in caches]
+            self.array = mx.stack(pairs)[..., :used, :].astype(mx.float32)
+
+    def holds(self, caches: Sequence[Any]) -> bool:
+        """Whether these are all of its caches, in their order."""
+        return len(caches) == len(self.array) and all(
+            type(cache) is BankedCache and cache.bank is self and cache.place == place
+            for place, cache in enumerate(caches)
+        )
+
+    def make_room(self, offset: int, rows: int) -> None:
+        """Grow to hold ``rows`` behind the first ``offset``: by whole steps, or by half."""
+        layers, two, heads, room, size = self.array.shape
+        if offset + rows > room:
+            more = max(offset + rows, offset * 3 // 2)
+            new = -(-more // KVCache.step) * KVCache.step - offset
+            spare = mx.zeros((layers, two, heads, new, size))
+            self.array = mx.concatenate([self.array[..., :offset, :], spare], axis=3)
+
+
+class BankedCache(KVCache):
+    """One layer's rows of a bank. Written by anybody else, it is an ordinary cache again."""
+
+    bank: Bank
+    place: int
+
+    @property
+    def keys(self) -> mx.array:
+        """(1, heads, room, size)."""
+        return self.bank.array[self.place, :1]
+
+    @keys.setter
+    def keys(self, value: mx.array) -> None:
+        self._leave()
+        self.keys = value
+
+    @property
+    def values(self) -> mx.array:
+        """(1, heads, room, size)."""
+        return self.bank.array[self.place, 1:]
+
+    @values.setter
+    def values(self, value: mx.array) -> None:
+        self._leave()
+        self.values = value
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        """See ``KVCache``."""
+        self._leave()
+        return self.update_and_fetch(keys, values)
+
+    def _leave(self) -> None:
+        keys, values = self.keys, self.values
+        del self.bank, self.place
+        self.__class__ = KVCache
+        self.keys, self.values = keys, values
+
+
+def bank_of(caches: Sequence[Any], heads: int, size: int) -> Bank:
+    """The bank of caches of one length; ordinary ones move into a new one, in place."""
+    bank = getattr(caches[0], "bank", None)
+    if bank is not None and bank.holds(caches):
+        return bank
+    bank = Bank(caches, heads, size)
+    for place, cache in enumerate(caches):
+        for name in ("keys", "values"):
+            vars(cache).pop(name, None)
+        cache.__class__ = BankedCache
+        cache.bank, cache.place = bank, place
+    return bank
