@@ -27,12 +27,17 @@ class KernelStatus:
     threads: int = 0
 
 
+# The extension module once ``status`` has loaded it: for those who can do without it.
+loaded: Any = None
+
+
 @functools.cache
 def status() -> KernelStatus:
     """Load the kernels, once a process, and start their threads.
 
     Raises ``BlasError`` if MTPLX_THREADS is wrong.
     """
+    global loaded
     threads = thread_count()
     if importlib.util.find_spec("mtplx_kernels") is None:
         return KernelStatus(reason="the package mtplx-kernels is not installed")
@@ -43,6 +48,7 @@ def status() -> KernelStatus:
     except (ImportError, OSError, AttributeError) as why:
         return KernelStatus(reason=str(why))
     native.set_threads(threads)
+    loaded = native
     return KernelStatus(native, isa=native.isa(), threads=threads)
 
 

@@ -31,6 +31,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from . import native
 from .distribution import Distribution, Floats, support
 
 Key = tuple[int, int]
@@ -108,6 +109,8 @@ def derive_key(domain: Domain, seed: int, stream: int = 0, offset: int = 0) -> K
 
 def uniforms(key: Key, position: int, token_ids: NDArray[np.integer]) -> Floats:
     """Uniforms in (0, 1), one a token id: (k + 1/2) 2^-52, k the top 52 bits of two words."""
+    if native.loaded is not None and token_ids.ndim == 1:
+        return native.loaded.uniforms(*key, position, token_ids)
     if token_ids.size == 1 and token_ids.ndim == 1:
         one, two = _fold(key, int(token_ids[0]), position)
         return np.array([(((one << 20) | (two >> 12)) + 0.5) * 2.0**-52])

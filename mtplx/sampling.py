@@ -226,7 +226,7 @@ def residual_distribution(target_p: Distribution, draft_q: Distribution) -> Dist
     size = same_vocabulary(target_p, draft_q)
     if isinstance(target_p, SparseDistribution) and isinstance(draft_q, SparseDistribution):
         ids, mass = excess(target_p, draft_q)
-        return SparseDistribution(ids, mass, size) if ids.size else target_p
+        return SparseDistribution.unchecked(ids, mass / mass.sum(), size) if ids.size else target_p
     p = as_dense(target_p)
     for candidate in (p - as_dense(draft_q), p):
         mass = np.where(np.isfinite(candidate) & (candidate > 0.0), candidate, 0.0)

@@ -54,4 +54,5 @@ def _chance(kept: float, p: Distribution, q: Distribution) -> float:
 def _residual(kept: float, p: Distribution, q: Distribution) -> Distribution:
     """(kept p - q)+ normalised; without any mass, which only rounding brings about, p."""
     ids, mass = excess(p, q, kept)
-    return SparseDistribution(ids, mass, vocab_size_of(p)) if ids.size else p
+    size = vocab_size_of(p)
+    return SparseDistribution.unchecked(ids, mass / mass.sum(), size) if ids.size else p

@@ -19,7 +19,9 @@ LAWS = "mtplx.sequence:History._laws"
 MTP = "mtplx.drafters.mtp:MTPDrafter.propose"
 
 NOT_ACCEPTED = "not accepts(draws.accept(start, i), _probability(p, token), _probability(q, token))"
-SPARSE_RESIDUAL = "SparseDistribution(ids, mass, size) if ids.size else target_p"
+SPARSE_RESIDUAL = (
+    "SparseDistribution.unchecked(ids, mass / mass.sum(), size) if ids.size else target_p"
+)
 BF16 = "(q.probs.astype(np.float32).view(np.uint32) & np.uint32(0xFFFF0000)).view(np.float32)"
 
 MUTANTS = [
