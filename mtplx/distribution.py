@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from dataclasses import dataclass
 from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from . import native
 from .errors import NonFiniteLogitsError
 
 Floats: TypeAlias = NDArray[np.float64]
@@ -80,7 +82,7 @@ class SparseDistribution:
 
     def probability(self, token_id: int) -> float:
         """The probability of one token; 0 outside the support."""
-        place = int(self.token_ids.searchsorted(token_id))
+        place = bisect_left(self.token_ids, token_id)
         inside = place < self.token_ids.size and self.token_ids[place] == token_id
         return float(self.probs[place]) if inside else 0.0
 
@@ -151,6 +153,8 @@ def excess(p: Distribution, q: Distribution, scale: float = 1.0) -> tuple[Ids, F
     same_vocabulary(p, q)
     ids, mass = support(p)
     if isinstance(q, SparseDistribution):
+        if native.loaded is not None:
+            return native.loaded.excess(ids, mass, q.token_ids, q.probs, scale)
         place = q.token_ids.searchsorted(ids)
         found = q.token_ids.take(place, mode="clip") == ids
         mass = scale * mass - q.probs.take(place, mode="clip") * found

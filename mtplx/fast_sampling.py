@@ -147,7 +147,8 @@ def _host_sparse_distribution(
     weights = tempered_weights(values, values[0], config.temperature)
     total = weights.sum() if mass is None else mass
     keep = kept_in_order(weights / total, config.top_p, config.min_p) & (weights > 0)
-    return SparseDistribution(token_ids[keep], weights[keep], int(vocab_size or 0))
+    ids = token_ids[keep].astype(np.int64)
+    return SparseDistribution(ids, weights[keep], int(vocab_size or 0))
 
 
 def _on_cpu() -> bool:

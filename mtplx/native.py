@@ -27,6 +27,7 @@ class KernelStatus:
     threads: int = 0
 
 
+VERSION = "0.3.0"  # of mtplx-kernels: its interface belongs to this very version
 # The extension module once ``status`` has loaded it: for those who can do without it.
 loaded: Any = None
 
@@ -43,6 +44,10 @@ def status() -> KernelStatus:
         return KernelStatus(reason="the package mtplx-kernels is not installed")
     import mtplx_kernels
 
+    if mtplx_kernels.__version__ != VERSION:
+        return KernelStatus(
+            reason=f"mtplx-kernels is {mtplx_kernels.__version__}, but {VERSION} is needed"
+        )
     try:
         native = mtplx_kernels.native()
     except (ImportError, OSError, AttributeError) as why:

@@ -209,12 +209,16 @@ def accepts(uniform: float, p: float, q: float) -> bool:
     return uniform * q < p
 
 
-def acceptance_probability(target_p: Distribution, draft_q: Distribution, token_id: int) -> float:
-    """min(1, p/q) of one token; where q is 0: 1 if p > 0, else 0."""
-    p, q = _probability(target_p, token_id), _probability(draft_q, token_id)
+def chance(p: float, q: float) -> float:
+    """min(1, p/q); where q is 0: 1 if p > 0, else 0."""
     if not p > 0.0:
         return 0.0
     return min(1.0, p / q) if q > 0.0 else 1.0
+
+
+def acceptance_probability(target_p: Distribution, draft_q: Distribution, token_id: int) -> float:
+    """min(1, p/q) of one token; where q is 0: 1 if p > 0, else 0."""
+    return chance(_probability(target_p, token_id), _probability(draft_q, token_id))
 
 
 def residual_distribution(target_p: Distribution, draft_q: Distribution) -> Distribution:

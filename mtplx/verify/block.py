@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 
 from ..distribution import Distribution, SparseDistribution, _probability, excess, vocab_size_of
+from ..sampling import chance
 from .verdict import Randomness, Verdict
 
 
@@ -29,8 +30,7 @@ def verify_block(
     kept = [1.0]
     for token, p_row, q_row in zip(draft[:length], p_rows, q_rows, strict=False):
         p, q = _probability(p_row, token), _probability(q_row, token)
-        grown = kept[-1] * p
-        kept.append(min(1.0, grown / q) if q > 0.0 else float(grown > 0.0))
+        kept.append(chance(kept[-1] * p, q))
     chances = [_chance(kept[i], p_rows[i], q_rows[i]) for i in range(1, length)] + kept[length:]
     # From the longest on: the coins are independent, so those of shorter ones may stay untossed.
     tau = length

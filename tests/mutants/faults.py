@@ -18,7 +18,7 @@ ROUND = "mtplx.engine:Engine._round"
 LAWS = "mtplx.sequence:History._laws"
 MTP = "mtplx.drafters.mtp:MTPDrafter.propose"
 
-NOT_ACCEPTED = "not accepts(draws.accept(start, i), _probability(p, token), _probability(q, token))"
+NOT_ACCEPTED = "not accepts(draws.accept(start, i), p, q)"
 SPARSE_RESIDUAL = (
     "SparseDistribution.unchecked(ids, mass / mass.sum(), size) if ids.size else target_p"
 )
@@ -27,20 +27,21 @@ BF16 = "(q.probs.astype(np.float32).view(np.uint32) & np.uint32(0xFFFF0000)).vie
 MUTANTS = [
     # --- the token rule
     Mutant(
-        "every possible draft is kept", TOKEN, NOT_ACCEPTED, "not _probability(p, token) > 0",
+        "every possible draft is kept", TOKEN, NOT_ACCEPTED, "not p > 0",
         ("law token three tokens, K = 2", "bets token"),
     ),
     Mutant(
         "a draft is kept if u < p", TOKEN, NOT_ACCEPTED,
-        "not draws.accept(start, i) < _probability(p, token)", ("law token three tokens, K = 2",),
+        "not draws.accept(start, i) < p", ("law token three tokens, K = 2",),
     ),
     Mutant(
-        "recovered from p", TOKEN, "residual_distribution(p, q))", "p)",
+        "recovered from p", TOKEN, "residual_distribution(p_rows[i], q_rows[i]))", "p_rows[i])",
         ("law token three tokens, K = 2", "bets token"),
     ),
     Mutant(
-        "bonus after a rejection", TOKEN, "draws.residual(start + i, residual_distribution(p, q))",
-        "draws.bonus(start + i, p)", ("law token three tokens, K = 2",),
+        "bonus after a rejection", TOKEN,
+        "draws.residual(start + i, residual_distribution(p_rows[i], q_rows[i]))",
+        "draws.bonus(start + i, p_rows[i])", ("law token three tokens, K = 2",),
     ),
     Mutant(
         "bonus from the row before", TOKEN, "p_rows[len(draft)]", "p_rows[len(draft) - 1]",
@@ -90,7 +91,7 @@ MUTANTS = [
         ("law block three tokens, K = 2",),
     ),
     Mutant(
-        "P_i is not capped at 1", BLOCK, "min(1.0, grown / q)", "grown / q",
+        "P_i is not capped at 1", BLOCK, "chance(kept[-1] * p, q)", "kept[-1] * p / q",
         ("law block three tokens, K = 2",),
     ),
     Mutant(
