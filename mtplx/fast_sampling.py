@@ -147,8 +147,7 @@ def _host_sparse_distribution(
     weights = tempered_weights(values, values[0], config.temperature)
     total = weights.sum() if mass is None else mass
     keep = kept_in_order(weights / total, config.top_p, config.min_p) & (weights > 0)
-    ids = token_ids[keep].astype(np.int64)
-    return SparseDistribution(ids, weights[keep], int(vocab_size or 0))
+    return SparseDistribution(token_ids[keep].astype(np.int64), weights[keep], int(vocab_size or 0))
 
 
 def _on_cpu() -> bool:
@@ -251,8 +250,7 @@ def sparse_distributions_from_mlx_logits(
     counts = [None] * logits.shape[0] if token_counts is None else list(token_counts)
     if len(counts) != logits.shape[0]:
         raise ValueError(f"{logits.shape[0]} rows of logits but {len(counts)} token_counts")
-    rows = logits.astype(mx.float32)
-    rows = _processed_rows(rows, config, counts, penalty_overlay, prompt_ids)
+    rows = _processed_rows(logits.astype(mx.float32), config, counts, penalty_overlay, prompt_ids)
     vocab = rows.shape[1]
     native = _kernels()
     if config.temperature <= 0 and native is None:

@@ -27,9 +27,8 @@ class KernelStatus:
     threads: int = 0
 
 
-VERSION = "0.3.0"  # of mtplx-kernels: its interface belongs to this very version
-# The extension module once ``status`` has loaded it: for those who can do without it.
-loaded: Any = None
+VERSION = "0.3.0"  # of mtplx-kernels
+loaded: Any = None  # the extension module once ``status`` has loaded it
 
 
 @functools.cache
@@ -45,9 +44,7 @@ def status() -> KernelStatus:
     import mtplx_kernels
 
     if mtplx_kernels.__version__ != VERSION:
-        return KernelStatus(
-            reason=f"mtplx-kernels is {mtplx_kernels.__version__}, but {VERSION} is needed"
-        )
+        return KernelStatus(reason=f"mtplx-kernels {mtplx_kernels.__version__} is not {VERSION}")
     try:
         native = mtplx_kernels.native()
     except (ImportError, OSError, AttributeError) as why:

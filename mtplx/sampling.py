@@ -221,18 +221,20 @@ def acceptance_probability(target_p: Distribution, draft_q: Distribution, token_
     return chance(_probability(target_p, token_id), _probability(draft_q, token_id))
 
 
-def residual_distribution(target_p: Distribution, draft_q: Distribution) -> Distribution:
-    """(p - q)+ normalised: the law of the recovered token. Sparse if both are, else dense.
+def residual_distribution(
+    target_p: Distribution, draft_q: Distribution, scale: float = 1.0
+) -> Distribution:
+    """(scale p - q)+ normalised: the law of the recovered token. Sparse if both are, else dense.
 
     NaN terms count as 0. Without any mass (p = q) it is the target; without a target either,
     ``ValueError``. No epsilon: it would put mass where p has none.
     """
     size = same_vocabulary(target_p, draft_q)
     if isinstance(target_p, SparseDistribution) and isinstance(draft_q, SparseDistribution):
-        ids, mass = excess(target_p, draft_q)
+        ids, mass = excess(target_p, draft_q, scale)
         return SparseDistribution.unchecked(ids, mass / mass.sum(), size) if ids.size else target_p
     p = as_dense(target_p)
-    for candidate in (p - as_dense(draft_q), p):
+    for candidate in (scale * p - as_dense(draft_q), p):
         mass = np.where(np.isfinite(candidate) & (candidate > 0.0), candidate, 0.0)
         if mass.sum() > 0.0:
             return mass / mass.sum()

@@ -191,4 +191,4 @@ def test_kernels_of_another_version_are_not_used(native, monkeypatch):
     monkeypatch.setattr(mtplx_kernels, "__version__", "0.2.0")
     found = seam.status.__wrapped__()
     assert found.native is None
-    assert found.reason == f"mtplx-kernels is 0.2.0, but {seam.VERSION} is needed"
+    assert found.reason == f"mtplx-kernels 0.2.0 is not {seam.VERSION}"

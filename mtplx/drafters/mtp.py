@@ -99,7 +99,7 @@ class MTPDrafter:
         bonus = self.attached.copy_bonus[length - 1]
         if mx.default_device().type != mx.DeviceType.cpu:
             return logits.at[..., place].add(bonus)
-        row = np.array(logits.astype(mx.float32))  # an operation of MLX's would take longer
+        row = np.array(logits.astype(mx.float32))  # on a CPU the quicker way
         row[..., place] += np.float32(bonus)
         return mx.array(row)
 

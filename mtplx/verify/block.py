@@ -12,8 +12,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-from ..distribution import Distribution, SparseDistribution, _probability, excess, vocab_size_of
-from ..sampling import chance
+from ..distribution import Distribution, _probability, excess
+from ..sampling import chance, residual_distribution
 from .verdict import Randomness, Verdict
 
 
@@ -37,8 +37,8 @@ def verify_block(
     while tau and not draws.accept(start, tau - 1) < chances[tau - 1]:
         tau -= 1
     if tau < length:
-        rest = draws.residual(start + tau, _residual(kept[tau], p_rows[tau], q_rows[tau]))
-        return Verdict(tau, rest, tuple(chances))
+        rest = residual_distribution(p_rows[tau], q_rows[tau], kept[tau])
+        return Verdict(tau, draws.residual(start + tau, rest), tuple(chances))
     if draft[length - 1] in eos_ids:
         return Verdict(length, None, tuple(chances))
     return Verdict(length, draws.bonus(start + length, p_rows[length]), tuple(chances))
@@ -49,10 +49,3 @@ def _chance(kept: float, p: Distribution, q: Distribution) -> float:
     above = float(excess(p, q, kept)[1].sum())
     below = above + 1.0 - kept
     return above / below if below > 0.0 else 1.0
-
-
-def _residual(kept: float, p: Distribution, q: Distribution) -> Distribution:
-    """(kept p - q)+ normalised; without any mass, which only rounding brings about, p."""
-    ids, mass = excess(p, q, kept)
-    size = vocab_size_of(p)
-    return SparseDistribution.unchecked(ids, mass / mass.sum(), size) if ids.size else p

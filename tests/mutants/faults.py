@@ -67,14 +67,15 @@ MUTANTS = [
         ("engine token plain",),
     ),
     Mutant(
-        "residual of q", RESIDUAL, "excess(target_p, draft_q)", "excess(draft_q, target_p)",
+        "residual of q", RESIDUAL, "excess(target_p, draft_q, scale)",
+        "excess(draft_q, target_p, scale)",
         ("engine token plain", "bets token"),
     ),
     # --- the block rule
     Mutant(
         "the token rule's residual in the block rule", BLOCK,
-        "_residual(kept[tau], p_rows[tau], q_rows[tau])",
-        "_residual(1.0, p_rows[tau], q_rows[tau])",
+        "residual_distribution(p_rows[tau], q_rows[tau], kept[tau])",
+        "residual_distribution(p_rows[tau], q_rows[tau])",
         ("law block three tokens, K = 2", "engine block plain"),
     ),
     Mutant(
