@@ -112,12 +112,11 @@ class MTPDrafter:
             follow = self.tokens[start + 1 : start + 1 + part.shape[0]]
             try:
                 out = self.attached.forward(part, mx.array(np.array(follow)), self.cache)
-                last = out[-1:]
-                mx.eval(last, self.cache.state)
+                mx.eval(out)  # and with it what it was computed from: the cache's rows
             except BaseException:
                 self.cache.trim(self.rows - start)
                 raise
-            self._pending, self._last = [rest] if rest.shape[0] else [], last
+            self._pending, self._last = [rest] if rest.shape[0] else [], out[-1:]
 
 
 def _law(
