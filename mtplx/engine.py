@@ -98,15 +98,8 @@ class Engine:
             ran = perf_counter()
             with mx.stream(_law_stream(str(mx.default_device()))):
                 p_rows = sequence.history.laws(logits, draft.tokens)
-            verdict = verify(
-                sequence.rule,
-                p_rows,
-                draft.q_rows,
-                draft.tokens,
-                sequence.draws,
-                start=start,
-                eos_ids=sequence.eos_ids,
-            )
+            block = p_rows, draft.q_rows, draft.tokens, sequence.draws
+            verdict = verify(sequence.rule, *block, start=start, eos_ids=sequence.eos_ids)
             following = [] if verdict.next_token is None else [verdict.next_token]
             emitted = draft.tokens[: verdict.accepted] + following
             state.rollback(mark, [sequence.tokens[-1], *emitted[:-1]])

@@ -221,10 +221,13 @@ def acceptance_probability(target_p: Distribution, draft_q: Distribution, token_
     return chance(_probability(target_p, token_id), _probability(draft_q, token_id))
 
 
-def residual_distribution(
-    target_p: Distribution, draft_q: Distribution, scale: float = 1.0
-) -> Distribution:
-    """(scale p - q)+ normalised: the law of the recovered token. Sparse if both are, else dense.
+def residual_distribution(target_p: Distribution, draft_q: Distribution) -> Distribution:
+    """(p - q)+ normalised: the law of the recovered token; see ``scaled_residual``."""
+    return scaled_residual(target_p, draft_q, 1.0)
+
+
+def scaled_residual(target_p: Distribution, draft_q: Distribution, scale: float) -> Distribution:
+    """(scale p - q)+ normalised. Sparse if both are, else dense.
 
     NaN terms count as 0. Without any mass (p = q) it is the target; without a target either,
     ``ValueError``. No epsilon: it would put mass where p has none.

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 
 from ..distribution import Distribution, _probability, excess
-from ..sampling import chance, residual_distribution
+from ..sampling import chance, scaled_residual
 from .verdict import Randomness, Verdict
 
 
@@ -37,7 +37,7 @@ def verify_block(
     while tau and not draws.accept(start, tau - 1) < chances[tau - 1]:
         tau -= 1
     if tau < length:
-        rest = residual_distribution(p_rows[tau], q_rows[tau], kept[tau])
+        rest = scaled_residual(p_rows[tau], q_rows[tau], kept[tau])
         return Verdict(tau, draws.residual(start + tau, rest), tuple(chances))
     if draft[length - 1] in eos_ids:
         return Verdict(length, None, tuple(chances))

@@ -13,7 +13,7 @@ from patcher import Mutant
 TOKEN = "mtplx.verify.token:verify_token"
 BLOCK = "mtplx.verify.block:verify_block"
 COUPLED = "mtplx.verify.coupled:verify_coupled"
-RESIDUAL = "mtplx.sampling:residual_distribution"
+RESIDUAL = "mtplx.sampling:scaled_residual"
 ROUND = "mtplx.engine:Engine._round"
 LAWS = "mtplx.sequence:History._laws"
 MTP = "mtplx.drafters.mtp:MTPDrafter.propose"
@@ -74,8 +74,8 @@ MUTANTS = [
     # --- the block rule
     Mutant(
         "the token rule's residual in the block rule", BLOCK,
-        "residual_distribution(p_rows[tau], q_rows[tau], kept[tau])",
-        "residual_distribution(p_rows[tau], q_rows[tau])",
+        "scaled_residual(p_rows[tau], q_rows[tau], kept[tau])",
+        "scaled_residual(p_rows[tau], q_rows[tau], 1.0)",
         ("law block three tokens, K = 2", "engine block plain"),
     ),
     Mutant(
