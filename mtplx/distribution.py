@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from dataclasses import dataclass
 from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from . import native
 from .errors import NonFiniteLogitsError
 
 Floats: TypeAlias = NDArray[np.float64]
@@ -26,8 +28,9 @@ def vector(values: ArrayLike, what: str) -> Floats:
 class SparseDistribution:
     """A distribution over ``vocab_size`` tokens that is zero outside ``token_ids``.
 
-    token_ids: (n,) distinct ids in [0, vocab_size), n >= 1, in any order.
-    probs: (n,) weights >= 0, normalised when built; a weight that is not finite counts as 0.
+    token_ids: (n,) distinct ids in [0, vocab_size), n >= 1, in any order; held ascending.
+    probs: (n,) weights >= 0; a weight that is not finite counts as 0. Held normalised, and only
+    those that are positive then.
 
     Raises ``ValueError`` for a wrong shape, length, id or a negative weight, and
     ``NonFiniteLogitsError`` when no weight is positive.
@@ -38,7 +41,7 @@ class SparseDistribution:
     vocab_size: int
 
     def __post_init__(self) -> None:
-        """Check, convert to int64 and float64, normalise."""
+        """Check, convert to int64 and float64, order, normalise."""
         ids = np.asarray(self.token_ids, dtype=np.int64)
         probs = np.asarray(self.probs, dtype=np.float64)
         size = int(self.vocab_size)
@@ -52,18 +55,25 @@ class SparseDistribution:
             raise ValueError("a distribution needs at least one token")
         if (probs < 0).any():
             raise ValueError("probabilities must not be negative")
-        if ids.min() < 0 or ids.max() >= size:
+        order = np.argsort(ids, kind="stable")
+        ids, probs = ids[order], probs[order]
+        if ids[0] < 0 or ids[-1] >= size:
             raise ValueError(f"token ids must lie in [0, {size})")
-        if ids.size > 1 and not (ids[1:] > ids[:-1]).all() and np.unique(ids).size != ids.size:
+        if (ids[1:] == ids[:-1]).any():
             raise ValueError("token ids must be distinct")
-        if not np.isfinite(probs).all():
-            probs = np.where(np.isfinite(probs), probs, 0.0)
+        probs = np.where(np.isfinite(probs), probs, 0.0)
         total = probs.sum()
         if not 0.0 < total < np.inf:
             raise NonFiniteLogitsError("no token has positive probability", vocab_size=size)
-        object.__setattr__(self, "token_ids", ids)
-        object.__setattr__(self, "probs", probs / total)
-        object.__setattr__(self, "vocab_size", size)
+        probs = probs / total
+        vars(self).update(token_ids=ids[probs > 0], probs=probs[probs > 0], vocab_size=size)
+
+    @classmethod
+    def unchecked(cls, token_ids: Ids, probs: Floats, vocab_size: int) -> SparseDistribution:
+        """Of arrays that are known to be as they are held."""
+        law = object.__new__(cls)
+        vars(law).update(token_ids=token_ids, probs=probs, vocab_size=vocab_size)
+        return law
 
     @classmethod
     def one_hot(cls, token_id: int, vocab_size: int) -> SparseDistribution:
@@ -72,8 +82,9 @@ class SparseDistribution:
 
     def probability(self, token_id: int) -> float:
         """The probability of one token; 0 outside the support."""
-        hit = np.flatnonzero(self.token_ids == int(token_id))
-        return float(self.probs[hit[0]]) if hit.size else 0.0
+        place = bisect_left(self.token_ids, token_id)
+        inside = place < self.token_ids.size and self.token_ids[place] == token_id
+        return float(self.probs[place]) if inside else 0.0
 
     def to_dense(self) -> Floats:
         """The same law as a (vocab_size,) float64 array."""
@@ -131,46 +142,37 @@ def same_vocabulary(target_p: Distribution, draft_q: Distribution) -> int:
 def support(distribution: Distribution) -> tuple[Ids, Floats]:
     """Ids of positive probability, ascending, and their probabilities."""
     if isinstance(distribution, SparseDistribution):
-        ids, probs = distribution.token_ids, distribution.probs
-        if ids.size > 1 and not (ids[1:] > ids[:-1]).all():
-            order = np.argsort(ids, kind="stable")
-            ids, probs = ids[order], probs[order]
-    else:
-        probs = np.asarray(distribution, dtype=np.float64)
-        ids = np.arange(probs.size)
-    keep = probs > 0
-    return (ids, probs) if keep.all() else (ids[keep], probs[keep])
+        return distribution.token_ids, distribution.probs
+    probs = np.asarray(distribution, dtype=np.float64)
+    ids = np.flatnonzero(probs > 0)
+    return ids, probs[ids]
 
 
 def excess(p: Distribution, q: Distribution, scale: float = 1.0) -> tuple[Ids, Floats]:
     """(scale p - q)+ as ids, ascending, and positive masses; may be empty. NaN terms count as 0."""
-    size = same_vocabulary(p, q)
+    same_vocabulary(p, q)
     ids, mass = support(p)
     if isinstance(q, SparseDistribution):
-        q_ids, q_mass = q.token_ids, q.probs
+        if native.loaded is not None:
+            return native.loaded.excess(ids, mass, q.token_ids, q.probs, scale)
+        place = q.token_ids.searchsorted(ids)
+        found = q.token_ids.take(place, mode="clip") == ids
+        mass = scale * mass - q.probs.take(place, mode="clip") * found
     else:
-        q_ids, q_mass = np.arange(size), q
-    place = np.minimum(np.searchsorted(ids, q_ids), ids.size - 1)
-    found = ids[place] == q_ids
-    mass = scale * mass
-    mass[place[found]] -= q_mass[found]
+        mass = scale * mass - q[ids]
     keep = mass > 0.0
     return ids[keep], mass[keep]
 
 
 def inverse_cdf(probs: Distribution, uniform: float) -> int:
     """The first id, ascending, at which the cumulative mass exceeds ``uniform`` in [0, 1)."""
-    if isinstance(probs, SparseDistribution):
-        order = np.argsort(probs.token_ids, kind="stable")
-        ids, weights = probs.token_ids[order], probs.probs[order]
-    else:
+    if not isinstance(probs, SparseDistribution):
         weights = vector(probs, "probs")
-        ids = np.arange(weights.size)
         if (weights < 0).any():
             raise ValueError("probs must not be negative")
         if np.isnan(weights).any():
             raise NonFiniteLogitsError("probs hold NaN", nan_count=int(np.isnan(weights).sum()))
-    ids, weights = ids[weights > 0], weights[weights > 0]
+    ids, weights = support(probs)
     cumulative = np.cumsum(weights)
     if not cumulative.size or not np.isfinite(cumulative[-1]):
         raise NonFiniteLogitsError("probs have no positive, finite mass")

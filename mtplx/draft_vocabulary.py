@@ -49,4 +49,4 @@ class DraftVocabulary:
 
     def widen(self, law: SparseDistribution) -> SparseDistribution:
         """A law over the indices -> the same over the whole vocabulary."""
-        return SparseDistribution(self.ids[law.token_ids], law.probs, self.vocab_size)
+        return SparseDistribution.unchecked(self.ids[law.token_ids], law.probs, self.vocab_size)

@@ -8,9 +8,8 @@ otherwise.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from collections.abc import Sequence as Sequence_
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from time import perf_counter
@@ -20,7 +19,6 @@ import mlx.core as mx
 from .distribution import SparseDistribution
 from .drafters import Draft, Proposal
 from .errors import StateError
-from .metrics import Stats
 from .sequence import Sequence
 from .verify import Verdict, verify
 
@@ -80,52 +78,48 @@ class Engine:
         missing = sequence.tokens[sequence.state.length : -1]
         if not missing:
             return
-        with _timed(sequence.stats, "prefill_seconds"):
-            for hidden in sequence.state.prefill(missing):
-                sequence.drafter.observe([], hidden if sequence.drafter.needs_hidden else None)
+        begin = perf_counter()
+        for hidden in sequence.state.prefill(missing):
+            sequence.drafter.observe([], hidden if sequence.drafter.needs_hidden else None)
+        sequence.stats.prefill_seconds += perf_counter() - begin
 
     def _round(self, sequence: Sequence) -> None:
         stats, state, start = sequence.stats, sequence.state, len(sequence.tokens)
-        with _timed(stats, "draft_seconds"):
-            draft = self._draft(sequence, min(sequence.depth, sequence.remaining - 1))
+        begin = perf_counter()
+        draft = self._draft(sequence, min(sequence.depth, sequence.remaining - 1))
         mark = state.mark(len(draft.tokens) + 1)
+        drafted = perf_counter()
         try:
-            with _timed(stats, "forward_seconds"):
-                hidden, logits = state.forward([sequence.tokens[-1], *draft.tokens])
-                mx.async_eval(logits)
-                if sequence.depth == 0 and sequence.remaining > 1:
-                    self._run_ahead(sequence, logits)
-                mx.eval(logits)
-            with _timed(stats, "other_seconds"):
-                with mx.stream(_law_stream(str(mx.default_device()))):
-                    p_rows = sequence.history.laws(logits, draft.tokens)
-                verdict = verify(
-                    sequence.rule,
-                    p_rows,
-                    draft.q_rows,
-                    draft.tokens,
-                    sequence.draws,
-                    start=start,
-                    eos_ids=sequence.eos_ids,
-                )
-                following = [] if verdict.next_token is None else [verdict.next_token]
-                emitted = draft.tokens[: verdict.accepted] + following
-                state.rollback(mark, [sequence.tokens[-1], *emitted[:-1]])
+            hidden, logits = state.forward([sequence.tokens[-1], *draft.tokens])
+            mx.async_eval(logits)
+            if sequence.depth == 0 and sequence.remaining > 1:
+                self._run_ahead(sequence, logits)
+            mx.eval(logits)
+            ran = perf_counter()
+            with mx.stream(_law_stream(str(mx.default_device()))):
+                p_rows = sequence.history.laws(logits, draft.tokens)
+            block = p_rows, draft.q_rows, draft.tokens, sequence.draws
+            verdict = verify(sequence.rule, *block, start=start, eos_ids=sequence.eos_ids)
+            following = [] if verdict.next_token is None else [verdict.next_token]
+            emitted = draft.tokens[: verdict.accepted] + following
+            state.rollback(mark, [sequence.tokens[-1], *emitted[:-1]])
         except BaseException:
             state.restore(mark)
             raise
         sequence.committing = True
-        with _timed(stats, "other_seconds"):
-            taken = sequence.commit(emitted, verdict.accepted)
-            if taken < len(emitted):
-                state.rollback(mark, sequence.tokens[start - 1 : start - 1 + taken])
-            known = hidden[:taken] if hidden is not None and sequence.drafter.needs_hidden else None
-            sequence.drafter.observe(emitted[:taken], known)
-            sequence.note(emitted[:taken], p_rows)
-            shown = sequence.output.kept_tokens() - (start - sequence.prompt_length)
-            accepted = max(0, min(verdict.accepted, taken, shown))
-            source = (draft.source or sequence.drafter.name) if draft.tokens else "none"
-            stats.count_round(len(draft.tokens), accepted, taken, source)
+        taken = sequence.commit(emitted, verdict.accepted)
+        if taken < len(emitted):
+            state.rollback(mark, sequence.tokens[start - 1 : start - 1 + taken])
+        known = hidden[:taken] if hidden is not None and sequence.drafter.needs_hidden else None
+        sequence.drafter.observe(emitted[:taken], known)
+        sequence.note(emitted[:taken], p_rows)
+        shown = sequence.output.kept_tokens() - (start - sequence.prompt_length)
+        accepted = max(0, min(verdict.accepted, taken, shown))
+        source = (draft.source or sequence.drafter.name) if draft.tokens else "none"
+        stats.count_round(len(draft.tokens), accepted, taken, source)
+        stats.draft_seconds += drafted - begin
+        stats.forward_seconds += ran - drafted
+        stats.other_seconds += perf_counter() - ran
         if sequence.finish_reason is not None:
             state.drop_ahead()
         sequence.committing = False
@@ -176,13 +170,3 @@ def _check_whole(sequence: Sequence) -> None:
     """A sequence whose last commit was cut short would go on with wrong positions."""
     if sequence.committing:
         raise StateError("the sequence was interrupted while tokens were committed: start it anew")
-
-
-@contextmanager
-def _timed(stats: Stats, name: str) -> Iterator[None]:
-    """Add the seconds spent inside to a counter of ``stats``."""
-    begin = perf_counter()
-    try:
-        yield
-    finally:
-        setattr(stats, name, getattr(stats, name) + perf_counter() - begin)

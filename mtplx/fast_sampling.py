@@ -3,8 +3,8 @@
 The twin of ``sampling``. The vocabulary is never sorted: a row is cut into blocks, and the k
 highest tokens lie in the k blocks with the highest maxima. Only candidates, one partial sum per
 4,096 tokens and a flag reach the host, where the law is finished in float64. With no filter at
-all, or none that cuts much of a flat row, the float32 row goes to the host whole. On a CPU the
-candidates are found by mtplx's own kernel, or without it by NumPy in the same way.
+all, or none that cuts much of a flat row, the float32 row goes to the host whole. On a CPU all of
+it is done by mtplx's own kernel, or without it by NumPy in the same way.
 
 Logits of any float type are taken as float32. Bias and penalties are applied there in float32, and
 the mass of the vocabulary, which only top-p and min-p thresholds see, is summed in float32 in three
@@ -141,15 +141,13 @@ def _host_sparse_distribution(
     if token_ids is None:
         probs = law_of_processed(values, config)
         ids = np.flatnonzero(probs)
-        return SparseDistribution(ids, probs[ids], values.size)
+        return SparseDistribution.unchecked(ids, probs[ids], values.size)
     if config.temperature <= 0:
         return SparseDistribution.one_hot(int(token_ids[0]), int(vocab_size or 0))
     weights = tempered_weights(values, values[0], config.temperature)
     total = weights.sum() if mass is None else mass
     keep = kept_in_order(weights / total, config.top_p, config.min_p) & (weights > 0)
-    ids, weights = token_ids[keep].astype(np.int64), weights[keep]
-    order = np.argsort(ids)
-    return SparseDistribution(ids[order], weights[order], int(vocab_size or 0))
+    return SparseDistribution(token_ids[keep].astype(np.int64), weights[keep], int(vocab_size or 0))
 
 
 def _on_cpu() -> bool:
@@ -252,15 +250,14 @@ def sparse_distributions_from_mlx_logits(
     counts = [None] * logits.shape[0] if token_counts is None else list(token_counts)
     if len(counts) != logits.shape[0]:
         raise ValueError(f"{logits.shape[0]} rows of logits but {len(counts)} token_counts")
-    rows = logits.astype(mx.float32)
-    rows = _processed_rows(rows, config, counts, penalty_overlay, prompt_ids)
+    rows = _processed_rows(logits.astype(mx.float32), config, counts, penalty_overlay, prompt_ids)
     vocab = rows.shape[1]
     native = _kernels()
     if config.temperature <= 0 and native is None:
         return _distributions(rows, config, 1, needs_mass=False)
     nucleus = config.top_p < 1.0 or config.min_p > 0.0
     if native is not None and (config.temperature <= 0 or nucleus or 0 < config.top_k < vocab):
-        return _laws_by_kernel(native, rows, config, needs_mass=nucleus)
+        return _laws_by_kernel(native, rows, config)
     on_device = _DEVICE_TEMPERATURES[0] <= config.temperature <= _DEVICE_TEMPERATURES[1]
     if 0 < config.top_k < vocab and (on_device or not nucleus):
         return _distributions(rows, config, config.top_k, needs_mass=nucleus)
@@ -270,24 +267,14 @@ def sparse_distributions_from_mlx_logits(
     return [_host_sparse_distribution(row, config) for row in whole]
 
 
-def _laws_by_kernel(
-    native: Any, rows: mx.array, config: SamplerConfig, *, needs_mass: bool
-) -> list[SparseDistribution]:
-    """The laws from the candidates that the CPU kernel finds: enough of them, at once."""
+def _laws_by_kernel(native: Any, rows: mx.array, config: SamplerConfig) -> list[SparseDistribution]:
     whole = np.ascontiguousarray(np.asarray(rows))
-    limits = (config.temperature, config.top_p, config.min_p, config.top_k)
+    vocab, limits = rows.shape[1], (config.temperature, config.top_p, config.min_p, config.top_k)
     out = []
-    for i, (ids, values, mass, _, _) in enumerate(native.law(whole, *limits)):
+    for i, (ids, probs, *_) in enumerate(native.law(whole, *limits)):
         if not ids.size:
             require_finite_row(whole[i], f"logits row {i}")
-        law = _host_sparse_distribution(
-            values,
-            config,
-            token_ids=ids,
-            vocab_size=whole.shape[1],
-            mass=mass if needs_mass else None,
-        )
-        out.append(law)
+        out.append(SparseDistribution.unchecked(ids, probs, vocab))
     return out
 
 

@@ -27,22 +27,30 @@ class KernelStatus:
     threads: int = 0
 
 
+VERSION = "0.3.0"  # of mtplx-kernels
+loaded: Any = None  # the extension module once ``status`` has loaded it
+
+
 @functools.cache
 def status() -> KernelStatus:
     """Load the kernels, once a process, and start their threads.
 
     Raises ``BlasError`` if MTPLX_THREADS is wrong.
     """
+    global loaded
     threads = thread_count()
     if importlib.util.find_spec("mtplx_kernels") is None:
         return KernelStatus(reason="the package mtplx-kernels is not installed")
     import mtplx_kernels
 
+    if mtplx_kernels.__version__ != VERSION:
+        return KernelStatus(reason=f"mtplx-kernels {mtplx_kernels.__version__} is not {VERSION}")
     try:
         native = mtplx_kernels.native()
     except (ImportError, OSError, AttributeError) as why:
         return KernelStatus(reason=str(why))
     native.set_threads(threads)
+    loaded = native
     return KernelStatus(native, isa=native.isa(), threads=threads)
 
 

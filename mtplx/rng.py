@@ -31,6 +31,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from . import native
 from .distribution import Distribution, Floats, support
 
 Key = tuple[int, int]
@@ -38,6 +39,7 @@ Key = tuple[int, int]
 _ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
 _PARITY = 0x1BD11BDA
 _WORD = 0xFFFFFFFF
+_COIN = np.zeros(1, np.int64)
 
 
 class Domain(IntEnum):
@@ -109,6 +111,8 @@ def derive_key(domain: Domain, seed: int, stream: int = 0, offset: int = 0) -> K
 def uniforms(key: Key, position: int, token_ids: NDArray[np.integer]) -> Floats:
     """Uniforms in (0, 1), one a token id: (k + 1/2) 2^-52, k the top 52 bits of two words."""
     if token_ids.size == 1 and token_ids.ndim == 1:
+        if native.loaded is not None:
+            return np.array([native.loaded.uniform(*key, position, int(token_ids[0]))])
         one, two = _fold(key, int(token_ids[0]), position)
         return np.array([(((one << 20) | (two >> 12)) + 0.5) * 2.0**-52])
     counter = token_ids.astype(np.uint32)
@@ -132,6 +136,8 @@ def race(key: Key, position: int, distribution: Distribution) -> int:
     ids, probs = support(distribution)
     if ids.size == 1:
         return int(ids[0])
+    if native.loaded is not None:
+        return native.loaded.race(*key, position, ids, probs)
     with np.errstate(over="ignore"):  # a denormal probability: infinitely late
         return int(ids[np.argmin(exponentials(key, position, ids) / probs)])
 
@@ -162,7 +168,7 @@ class Draws:
     def accept(self, start: int, offset: int) -> float:
         """The uniform in (0, 1) that judges the draft token at ``offset``."""
         key = derive_key(Domain.ACCEPT, self.seed, self.stream, offset)
-        return float(uniforms(key, start, np.zeros(1, np.uint32))[0])
+        return float(uniforms(key, start, _COIN)[0])
 
     def residual(self, position: int, law: Distribution) -> int:
         """The token recovered at the first rejection."""

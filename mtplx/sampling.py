@@ -209,26 +209,35 @@ def accepts(uniform: float, p: float, q: float) -> bool:
     return uniform * q < p
 
 
-def acceptance_probability(target_p: Distribution, draft_q: Distribution, token_id: int) -> float:
-    """min(1, p/q) of one token; where q is 0: 1 if p > 0, else 0."""
-    p, q = _probability(target_p, token_id), _probability(draft_q, token_id)
+def chance(p: float, q: float) -> float:
+    """min(1, p/q); where q is 0: 1 if p > 0, else 0."""
     if not p > 0.0:
         return 0.0
     return min(1.0, p / q) if q > 0.0 else 1.0
 
 
+def acceptance_probability(target_p: Distribution, draft_q: Distribution, token_id: int) -> float:
+    """min(1, p/q) of one token; where q is 0: 1 if p > 0, else 0."""
+    return chance(_probability(target_p, token_id), _probability(draft_q, token_id))
+
+
 def residual_distribution(target_p: Distribution, draft_q: Distribution) -> Distribution:
-    """(p - q)+ normalised: the law of the recovered token. Sparse if both are, else dense.
+    """(p - q)+ normalised: the law of the recovered token; see ``scaled_residual``."""
+    return scaled_residual(target_p, draft_q, 1.0)
+
+
+def scaled_residual(target_p: Distribution, draft_q: Distribution, scale: float) -> Distribution:
+    """(scale p - q)+ normalised. Sparse if both are, else dense.
 
     NaN terms count as 0. Without any mass (p = q) it is the target; without a target either,
     ``ValueError``. No epsilon: it would put mass where p has none.
     """
     size = same_vocabulary(target_p, draft_q)
     if isinstance(target_p, SparseDistribution) and isinstance(draft_q, SparseDistribution):
-        ids, mass = excess(target_p, draft_q)
-        return SparseDistribution(ids, mass, size) if ids.size else target_p
+        ids, mass = excess(target_p, draft_q, scale)
+        return SparseDistribution.unchecked(ids, mass / mass.sum(), size) if ids.size else target_p
     p = as_dense(target_p)
-    for candidate in (p - as_dense(draft_q), p):
+    for candidate in (scale * p - as_dense(draft_q), p):
         mass = np.where(np.isfinite(candidate) & (candidate > 0.0), candidate, 0.0)
         if mass.sum() > 0.0:
             return mass / mass.sum()

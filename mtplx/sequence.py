@@ -80,8 +80,9 @@ class History:
     ) -> SparseDistribution | None:
         """``law_after`` of a row that has the ids of a draft vocabulary only: 0 elsewhere.
 
-        None where none of them is allowed.
+        logits: (V,) or (1, V). None where none of them is allowed.
         """
+        logits = logits if logits.ndim == 2 else logits[None]
         vocab_size = logits.shape[-1] if vocabulary is None else vocabulary.vocab_size
         mask = self.constraints.mask(drafts, vocab_size)
         if mask is not None:
@@ -89,7 +90,7 @@ class History:
             if not mask.any():
                 return None
         if vocabulary is None:
-            return self._laws(logits[None], [drafts])[0]
+            return self._laws(logits, [drafts])[0]
         if mask is not None:
             logits = mx.where(mx.array(mask), logits, -inf)
         config = self._draft_config(vocabulary)
@@ -97,7 +98,7 @@ class History:
             return None
         counts = [vocabulary.counts(self.counts + Counter(drafts))] if self._depends else None
         law = sparse_distributions_from_mlx_logits(
-            logits[None],
+            logits,
             config,
             token_counts=counts,
             prompt_ids=None if self.prompt is None else vocabulary.indices(self.prompt),

@@ -16,7 +16,9 @@ ROOT = Path(__file__).resolve().parent.parent / "mtplx"
 # module gets its name into the row after the last one it needs.
 ROWS = (
     ("errors",),
-    ("sampler_config", "distribution", "metrics", "text", "blas", "installer", "progress", "depth"),
+    ("blas",),
+    ("native",),
+    ("sampler_config", "distribution", "metrics", "text", "installer", "progress", "depth"),
     (
         "penalties",
         "constraints",
@@ -25,7 +27,6 @@ ROWS = (
         "gguf",
         "detokenizer",
         "chat",
-        "native",
     ),
     ("sampling", "rng", "gguf_llama", "tokenizer", "environment"),
     ("verify", "checkpoint", "grammar", "logprobs"),

@@ -104,6 +104,7 @@ def test_uniforms_are_52_bits_and_a_half():
     ((0x80000000, 0), 0.5 + 2.0**-53),
 ])  # fmt: skip
 def test_the_ends_of_the_uniforms(monkeypatch, words_, expected):
+    monkeypatch.setattr(rng.native, "loaded", None)
     given_words = tuple(np.array([[w]], np.uint32) for w in words_)
     monkeypatch.setattr(rng, "threefry2x32", lambda *_: given_words)
     monkeypatch.setattr(rng, "_fold", lambda *_: words_)
@@ -294,6 +295,7 @@ def test_two_races_under_one_noise_agree_as_often_as_they_should():
 
 
 def test_ties_go_to_the_lower_id(monkeypatch):
+    monkeypatch.setattr(rng.native, "loaded", None)
     monkeypatch.setattr(rng, "exponentials", lambda key, position, ids: np.ones(len(ids)))
     assert race((0, 0), 0, np.array([0.0, 0.25, 0.5, 0.25])) == 2
     assert race((0, 0), 0, np.array([0.0, 0.4, 0.4, 0.2])) == 1

@@ -142,6 +142,12 @@ void radix_sort(std::vector<std::uint64_t>& keys, std::vector<std::uint64_t>& sp
   }
 }
 
+void sort_keys(LawScratch& scratch) {
+  constexpr std::size_t kManyKeys = 2048;
+  if (scratch.keys.size() > kManyKeys) return radix_sort(scratch.keys, scratch.spare);
+  std::sort(scratch.keys.begin(), scratch.keys.end());
+}
+
 // The first `limit` tokens in order of those with a logit >= lowest. Blocks whose maximum is lower are not read.
 void collect(const float* row, std::size_t size, float lowest, std::size_t limit, LawScratch& scratch, LawRow& out) {
   std::vector<std::uint64_t>& keys = scratch.keys;
@@ -154,15 +160,12 @@ void collect(const float* row, std::size_t size, float lowest, std::size_t limit
     }
   }
   limit = std::min(limit, keys.size());
-  constexpr std::size_t kManyKeys = 2048;
   if (limit < keys.size() && limit > 0) {
     std::nth_element(keys.begin(), keys.begin() + static_cast<std::ptrdiff_t>(limit) - 1, keys.end());
     keys.resize(limit);
     std::sort(keys.begin(), keys.end());
-  } else if (keys.size() > kManyKeys) {
-    radix_sort(keys, scratch.spare);
   } else {
-    std::sort(keys.begin(), keys.end());
+    sort_keys(scratch);
   }
   out.ids.resize(limit);
   out.values.resize(limit);
@@ -298,6 +301,37 @@ void law_row(const float* row, std::size_t size, const LawRequest& request, LawI
     lowest = lowest_kept(row, size, highest, request, run, scratch, out);
   }
   collect(row, size, lowest, limit, scratch, out);
+}
+
+void finish_law(const LawRow& row, const LawRequest& request, LawScratch& scratch, Law& out) {
+  std::vector<std::uint64_t>& keys = scratch.keys;
+  keys.clear();
+  scratch.kept.clear();
+  // Both filters keep a first part of the order. The sum is as good as exact: weights descend.
+  double before = 0.0, sum = 0.0, lost = 0.0;
+  for (std::size_t i = 0; i < row.ids.size(); ++i) {
+    // Nothing stands between a weight and the highest one of 1, at any temperature.
+    const double gap = static_cast<double>(row.values[i]) - static_cast<double>(row.values[0]);
+    const double weight = gap < 0.0 ? std::exp(gap / request.temperature) : 1.0;
+    const double share = row.mass > 0.0 ? weight / row.mass : 0.0;
+    if (weight == 0.0 || (request.top_p < 1.0 && before >= request.top_p)) break;
+    if (row.mass > 0.0 && share < request.min_p * (1.0 / row.mass)) break;
+    keys.push_back(static_cast<std::uint64_t>(row.ids[i]) << 32 | i);
+    scratch.kept.push_back(weight);
+    before += share;
+    const double next = sum + weight;
+    lost += weight - (next - sum);
+    sum = next;
+  }
+  sort_keys(scratch);
+  out.ids.reserve(keys.size());
+  out.probs.reserve(keys.size());
+  for (const std::uint64_t key : keys) {
+    const double probability = scratch.kept[key & 0xffffffffU] / (sum + lost);
+    if (probability == 0.0) continue;
+    out.ids.push_back(static_cast<std::int64_t>(key >> 32));
+    out.probs.push_back(probability);
+  }
 }
 
 }  // namespace mtplx

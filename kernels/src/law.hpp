@@ -1,6 +1,5 @@
-// From a row of logits to what the law of a token needs: its candidates in exact order, and the mass of the row.
-//
-// The host finishes the law in float64 on the few candidates (mtplx/fast_sampling.py). No MLX and no Python here.
+// From a row of logits to the law of a token: its candidates in exact order and the mass of the row, and from these the
+// law, in float64 as mtplx/sampling.py defines it. No MLX and no Python here.
 #pragma once
 
 #include <cstddef>
@@ -26,7 +25,7 @@ struct LawRequest {
 // What one row gives. The order of tokens is: logit descending, then id ascending; -0.0 equals 0.0.
 //
 // ids, values: the first tokens of that order and their logits. Greedy: one. With top-k: top_k. Otherwise all that
-// top-p and min-p can keep, and a few more (the host decides); without any filter the whole row.
+// top-p and min-p can keep, and a few more; without any filter the whole row.
 // mass: the sum over the row of exp((logit - highest) / temperature), terms in float32, sums in float64; 0 if neither
 // top-p nor min-p asks for it.
 // nan, inf: how many logits are NaN, +inf. If there is one, or all are -inf, there are no candidates.
@@ -38,9 +37,16 @@ struct LawRow {
   std::uint64_t inf = 0;
 };
 
+// The law: ids, ascending, and their probabilities, which are positive; empty where there are no candidates.
+struct Law {
+  std::vector<std::int64_t> ids;
+  std::vector<double> probs;
+};
+
 // Memory that rows of one thread share.
 struct LawScratch {
   std::vector<float> maxima, weights;
+  std::vector<double> kept;
   std::vector<std::uint64_t> keys, spare;
 };
 
@@ -50,5 +56,8 @@ void check_law(std::size_t size, const LawRequest& request);
 // size: V, 1 <= V < 2^32.  A row's result does not depend on other rows, threads or what `scratch` held before.
 void law_row(const float* row, std::size_t size, const LawRequest& request, LawIsa isa, LawScratch& scratch,
              LawRow& out);
+
+// Steps 4 to 6 of the law, on what `law_row` gave for the same request.
+void finish_law(const LawRow& row, const LawRequest& request, LawScratch& scratch, Law& out);
 
 }  // namespace mtplx

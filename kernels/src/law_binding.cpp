@@ -1,9 +1,12 @@
-// law.hpp for Python: rows of logits in NumPy arrays, a tuple for each row out.
+// law.hpp for Python: rows of logits in NumPy arrays, a tuple for each row out. And what draws and verification do with laws.
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/string.h>
 
 #include <algorithm>
+#include <bit>
+#include <cmath>
+#include <limits>
 #include <memory>
 #include <string>
 #include <utility>
@@ -18,6 +21,8 @@ namespace {
 
 template <typename T>
 using Array = nb::ndarray<nb::numpy, T, nb::ndim<1>>;
+template <typename T>
+using Given = nb::ndarray<const T, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 
 // A NumPy array that owns the vector's memory.
 template <typename T>
@@ -48,20 +53,71 @@ nb::list law(nb::ndarray<const float, nb::ndim<2>, nb::c_contig, nb::device::cpu
   const mtplx::LawRequest request{temperature, top_p, min_p, top_k};
   mtplx::check_law(size, request);
   std::vector<mtplx::LawRow> found(count);
+  std::vector<mtplx::Law> laws(count);
   {
     nb::gil_scoped_release released;
     mtplx::share(static_cast<int>(count), [&](int i) {
       thread_local mtplx::LawScratch scratch;
       const auto row = static_cast<std::size_t>(i);
       mtplx::law_row(rows.data() + row * size, size, request, chosen, scratch, found[row]);
+      mtplx::finish_law(found[row], request, scratch, laws[row]);
     });
   }
   nb::list out;
-  for (mtplx::LawRow& row : found) {
-    out.append(nb::make_tuple(to_numpy(std::move(row.ids)), to_numpy(std::move(row.values)), row.mass, row.nan,
-                              row.inf));
+  for (std::size_t i = 0; i < count; ++i) {
+    out.append(nb::make_tuple(to_numpy(std::move(laws[i].ids)), to_numpy(std::move(laws[i].probs)), found[i].mass,
+                              found[i].nan, found[i].inf));
   }
   return out;
+}
+
+// Threefry-2x32 with 20 rounds, and the upper 52 bits of its words as a number in (0, 1), as in mtplx/rng.py.
+double uniform(std::uint32_t key0, std::uint32_t key1, std::uint32_t position, std::uint32_t id) {
+  constexpr int kRotations[2][4] = {{13, 15, 26, 6}, {17, 29, 16, 24}};
+  const std::uint32_t keys[3] = {key0, key1, key0 ^ key1 ^ 0x1BD11BDAU};
+  std::uint32_t x0 = id + keys[0], x1 = position + keys[1];
+  for (std::uint32_t block = 0; block < 5; ++block) {
+    for (const int rotation : kRotations[block % 2]) {
+      x0 += x1;
+      x1 = std::rotl(x1, rotation) ^ x0;
+    }
+    x0 += keys[(block + 1) % 3];
+    x1 += keys[(block + 2) % 3] + block + 1;
+  }
+  return (static_cast<double>(std::uint64_t{x0} << 20 | x1 >> 12) + 0.5) * 0x1p-52;
+}
+
+// The first of the lowest -log(1 - u) / p.
+std::int64_t race(std::uint32_t key0, std::uint32_t key1, std::uint32_t position, Given<std::int64_t> ids,
+                  Given<double> probs) {
+  if (ids.size() == 0 || ids.size() != probs.size()) throw nb::value_error("ids and probs must be of one length, >= 1");
+  std::size_t winner = 0;
+  double earliest = std::numeric_limits<double>::infinity();
+  for (std::size_t i = 0; i < ids.size(); ++i) {
+    const double u = uniform(key0, key1, position, static_cast<std::uint32_t>(ids.data()[i]));
+    const double time = -std::log1p(-u) / probs.data()[i];
+    if (time < earliest) {
+      earliest = time;
+      winner = i;
+    }
+  }
+  return ids.data()[winner];
+}
+
+// (scale p - q)+ by id, both ascending: the ids where it is positive, and how much it is there.
+nb::tuple excess(Given<std::int64_t> p_ids, Given<double> p, Given<std::int64_t> q_ids, Given<double> q, double scale) {
+  if (p_ids.size() != p.size() || q_ids.size() != q.size()) throw nb::value_error("ids and probs must be of one length");
+  std::vector<std::int64_t> ids;
+  std::vector<double> masses;
+  for (std::size_t i = 0, j = 0; i < p.size(); ++i) {
+    const std::int64_t id = p_ids.data()[i];
+    while (j < q.size() && q_ids.data()[j] < id) ++j;
+    const double mass = scale * p.data()[i] - (j < q.size() && q_ids.data()[j] == id ? q.data()[j] : 0.0);
+    if (!(mass > 0.0)) continue;
+    ids.push_back(id);
+    masses.push_back(mass);
+  }
+  return nb::make_tuple(to_numpy(std::move(ids)), to_numpy(std::move(masses)));
 }
 
 }  // namespace
@@ -69,9 +125,15 @@ nb::list law(nb::ndarray<const float, nb::ndim<2>, nb::c_contig, nb::device::cpu
 void bind_law(nb::module_& m) {
   m.def("law", &law, nb::arg("rows").noconvert(), nb::arg("temperature"), nb::arg("top_p"), nb::arg("min_p"),
         nb::arg("top_k"), nb::arg("isa") = "",
-        "Candidates and mass of each row of logits, (R, V) float32: R tuples (ids, values, mass, nan, inf).\n\n"
-        "ids, values: uint32 and float32, logit descending, then id ascending; empty if a logit is NaN or +inf, or\n"
-        "all are -inf. mass: the sum of exp((logit - highest) / temperature), 0 if neither top_p nor min_p asks for it.\n"
+        "The law of each row of logits, (R, V) float32: R tuples (ids, probs, mass, nan, inf).\n\n"
+        "ids, probs: int64, ascending, and float64, positive; empty if a logit is NaN or +inf, or all are -inf.\n"
+        "mass: the sum of exp((logit - highest) / temperature), 0 if neither top_p nor min_p asks for it.\n"
         "nan, inf: how many logits are NaN, +inf. isa: a level that `levels` names, \"\" for the one in force.\n"
         "Raises ValueError for what is out of range.");
+  m.def("uniform", &uniform, nb::arg("key0"), nb::arg("key1"), nb::arg("position"), nb::arg("id"),
+        "mtplx.rng.uniforms of one id, bit for bit.");
+  m.def("excess", &excess, nb::arg("p_ids"), nb::arg("p"), nb::arg("q_ids"), nb::arg("q"), nb::arg("scale"),
+        "mtplx.distribution.excess of sparse laws, ids ascending, bit for bit.");
+  m.def("race", &race, nb::arg("key0"), nb::arg("key1"), nb::arg("position"), nb::arg("ids"), nb::arg("probs"),
+        "mtplx.rng.race on (n,) int64 ids, ascending, and float64 probabilities, positive.");
 }

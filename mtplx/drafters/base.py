@@ -32,8 +32,8 @@ def _always(confidences: Sequence[float]) -> bool:
 class Proposal:
     """What a drafter may use to draw tokens.
 
-    law: (logits (vocab,), drafts so far, the ids that the logits are of, or None for all) -> q,
-    processed as the target's p would be; None where nothing can be drafted.
+    law: (logits (vocab,) or (1, vocab), drafts so far, the ids that the logits are of, or None for
+    all) -> q, processed as the target's p would be; None where nothing can be drafted.
     draw: (offset in the block, q) -> token id, by the request's randomness.
     vocab_size: of the trunk.
     more: q(x) of each token placed in this block so far -> whether a drafter that draws is to draw

@@ -73,7 +73,7 @@ class MTPDrafter:
         confidences: list[float] = []
         try:
             while True:
-                logits = self._raised(self.attached.logits(hidden)[-1], tokens)
+                logits = self._raised(self.attached.logits(hidden), tokens)
                 q = _law(proposal, logits, tokens, self.attached.vocabulary)
                 if q is None:
                     return Draft(tokens, q_rows, self.name)
@@ -87,16 +87,21 @@ class MTPDrafter:
             self.cache.trim(self.rows - committed)
 
     def _raised(self, logits: mx.array, drafts: Sequence[int]) -> mx.array:
-        """Logits (V,) of the draft ids, with the bonus of the token that a copy would give."""
+        """Logits (1, V) of the draft ids, with the bonus of the token that a copy would give."""
         found = self._index.find(drafts)
         if found is None:
             return logits
         length, at = found
         token, vocabulary = self.tokens[at], self.attached.vocabulary
         place = token if vocabulary is None else vocabulary.place(token)
-        return (
-            logits if place is None else logits.at[place].add(self.attached.copy_bonus[length - 1])
-        )
+        if place is None:
+            return logits
+        bonus = self.attached.copy_bonus[length - 1]
+        if mx.default_device().type != mx.DeviceType.cpu:
+            return logits.at[..., place].add(bonus)
+        row = np.array(logits.astype(mx.float32))  # on a CPU the quicker way
+        row[..., place] += np.float32(bonus)
+        return mx.array(row)
 
     def _feed_committed(self) -> None:
         """Write the rows that are new; none are if a proposal is asked for twice."""
@@ -107,12 +112,11 @@ class MTPDrafter:
             follow = self.tokens[start + 1 : start + 1 + part.shape[0]]
             try:
                 out = self.attached.forward(part, mx.array(np.array(follow)), self.cache)
-                last = out[-1:]
-                mx.eval(last, self.cache.state)
+                mx.eval(out)  # and with it what it was computed from: the cache's rows
             except BaseException:
                 self.cache.trim(self.rows - start)
                 raise
-            self._pending, self._last = [rest] if rest.shape[0] else [], last
+            self._pending, self._last = [rest] if rest.shape[0] else [], out[-1:]
 
 
 def _law(

@@ -12,7 +12,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-from ..distribution import Distribution, SparseDistribution, _probability, excess, vocab_size_of
+from ..distribution import Distribution, _probability, excess
+from ..sampling import chance, scaled_residual
 from .verdict import Randomness, Verdict
 
 
@@ -29,16 +30,15 @@ def verify_block(
     kept = [1.0]
     for token, p_row, q_row in zip(draft[:length], p_rows, q_rows, strict=False):
         p, q = _probability(p_row, token), _probability(q_row, token)
-        grown = kept[-1] * p
-        kept.append(min(1.0, grown / q) if q > 0.0 else float(grown > 0.0))
+        kept.append(chance(kept[-1] * p, q))
     chances = [_chance(kept[i], p_rows[i], q_rows[i]) for i in range(1, length)] + kept[length:]
     # From the longest on: the coins are independent, so those of shorter ones may stay untossed.
     tau = length
     while tau and not draws.accept(start, tau - 1) < chances[tau - 1]:
         tau -= 1
     if tau < length:
-        rest = draws.residual(start + tau, _residual(kept[tau], p_rows[tau], q_rows[tau]))
-        return Verdict(tau, rest, tuple(chances))
+        rest = scaled_residual(p_rows[tau], q_rows[tau], kept[tau])
+        return Verdict(tau, draws.residual(start + tau, rest), tuple(chances))
     if draft[length - 1] in eos_ids:
         return Verdict(length, None, tuple(chances))
     return Verdict(length, draws.bonus(start + length, p_rows[length]), tuple(chances))
@@ -49,9 +49,3 @@ def _chance(kept: float, p: Distribution, q: Distribution) -> float:
     above = float(excess(p, q, kept)[1].sum())
     below = above + 1.0 - kept
     return above / below if below > 0.0 else 1.0
-
-
-def _residual(kept: float, p: Distribution, q: Distribution) -> Distribution:
-    """(kept p - q)+ normalised; without any mass, which only rounding brings about, p."""
-    ids, mass = excess(p, q, kept)
-    return SparseDistribution(ids, mass, vocab_size_of(p)) if ids.size else p

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 
 from ..distribution import Distribution, _probability
-from ..sampling import acceptance_probability, accepts, residual_distribution
+from ..sampling import accepts, chance, residual_distribution
 from .verdict import Randomness, Verdict
 
 
@@ -25,10 +25,10 @@ def verify_token(
     """Judge a block by the token rule; arguments as in ``verify.verify``."""
     chances: list[float] = []
     for i, token in enumerate(draft):
-        p, q = p_rows[i], q_rows[i]
-        chances.append(acceptance_probability(p, q, token))
-        if not accepts(draws.accept(start, i), _probability(p, token), _probability(q, token)):
-            recovered = draws.residual(start + i, residual_distribution(p, q))
+        p, q = _probability(p_rows[i], token), _probability(q_rows[i], token)
+        chances.append(chance(p, q))
+        if not accepts(draws.accept(start, i), p, q):
+            recovered = draws.residual(start + i, residual_distribution(p_rows[i], q_rows[i]))
             return Verdict(i, recovered, tuple(chances))
         if token in eos_ids:
             return Verdict(i + 1, None, tuple(chances))

@@ -13,32 +13,35 @@ from patcher import Mutant
 TOKEN = "mtplx.verify.token:verify_token"
 BLOCK = "mtplx.verify.block:verify_block"
 COUPLED = "mtplx.verify.coupled:verify_coupled"
-RESIDUAL = "mtplx.sampling:residual_distribution"
+RESIDUAL = "mtplx.sampling:scaled_residual"
 ROUND = "mtplx.engine:Engine._round"
 LAWS = "mtplx.sequence:History._laws"
 MTP = "mtplx.drafters.mtp:MTPDrafter.propose"
 
-NOT_ACCEPTED = "not accepts(draws.accept(start, i), _probability(p, token), _probability(q, token))"
-SPARSE_RESIDUAL = "SparseDistribution(ids, mass, size) if ids.size else target_p"
+NOT_ACCEPTED = "not accepts(draws.accept(start, i), p, q)"
+SPARSE_RESIDUAL = (
+    "SparseDistribution.unchecked(ids, mass / mass.sum(), size) if ids.size else target_p"
+)
 BF16 = "(q.probs.astype(np.float32).view(np.uint32) & np.uint32(0xFFFF0000)).view(np.float32)"
 
 MUTANTS = [
     # --- the token rule
     Mutant(
-        "every possible draft is kept", TOKEN, NOT_ACCEPTED, "not _probability(p, token) > 0",
+        "every possible draft is kept", TOKEN, NOT_ACCEPTED, "not p > 0",
         ("law token three tokens, K = 2", "bets token"),
     ),
     Mutant(
         "a draft is kept if u < p", TOKEN, NOT_ACCEPTED,
-        "not draws.accept(start, i) < _probability(p, token)", ("law token three tokens, K = 2",),
+        "not draws.accept(start, i) < p", ("law token three tokens, K = 2",),
     ),
     Mutant(
-        "recovered from p", TOKEN, "residual_distribution(p, q))", "p)",
+        "recovered from p", TOKEN, "residual_distribution(p_rows[i], q_rows[i]))", "p_rows[i])",
         ("law token three tokens, K = 2", "bets token"),
     ),
     Mutant(
-        "bonus after a rejection", TOKEN, "draws.residual(start + i, residual_distribution(p, q))",
-        "draws.bonus(start + i, p)", ("law token three tokens, K = 2",),
+        "bonus after a rejection", TOKEN,
+        "draws.residual(start + i, residual_distribution(p_rows[i], q_rows[i]))",
+        "draws.bonus(start + i, p_rows[i])", ("law token three tokens, K = 2",),
     ),
     Mutant(
         "bonus from the row before", TOKEN, "p_rows[len(draft)]", "p_rows[len(draft) - 1]",
@@ -64,14 +67,15 @@ MUTANTS = [
         ("engine token plain",),
     ),
     Mutant(
-        "residual of q", RESIDUAL, "excess(target_p, draft_q)", "excess(draft_q, target_p)",
+        "residual of q", RESIDUAL, "excess(target_p, draft_q, scale)",
+        "excess(draft_q, target_p, scale)",
         ("engine token plain", "bets token"),
     ),
     # --- the block rule
     Mutant(
         "the token rule's residual in the block rule", BLOCK,
-        "_residual(kept[tau], p_rows[tau], q_rows[tau])",
-        "_residual(1.0, p_rows[tau], q_rows[tau])",
+        "scaled_residual(p_rows[tau], q_rows[tau], kept[tau])",
+        "scaled_residual(p_rows[tau], q_rows[tau], 1.0)",
         ("law block three tokens, K = 2", "engine block plain"),
     ),
     Mutant(
@@ -88,7 +92,7 @@ MUTANTS = [
         ("law block three tokens, K = 2",),
     ),
     Mutant(
-        "P_i is not capped at 1", BLOCK, "min(1.0, grown / q)", "grown / q",
+        "P_i is not capped at 1", BLOCK, "chance(kept[-1] * p, q)", "kept[-1] * p / q",
         ("law block three tokens, K = 2",),
     ),
     Mutant(
