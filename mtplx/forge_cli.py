@@ -42,7 +42,7 @@ def train(
     depth: Annotated[int, typer.Option(min=1, max=16, help="Draft steps trained for.")] = 3,
     vocabulary: Annotated[
         int, typer.Option(min=0, help="Draft from so many ids, the most frequent; 0: all.")
-    ] = 16384,
+    ] = 8192,
     seed: Annotated[int, typer.Option(min=0, help="Of data and training.")] = 0,
     pause_after: Annotated[
         float | None,

@@ -24,7 +24,7 @@ class Request:
     shards: int = 8
     steps: int = 1400
     depth: int = 3
-    vocabulary: int = 16384
+    vocabulary: int = 8192
     seed: int = 0
     pause_after: float | None = None
     each: int = 12
@@ -36,6 +36,12 @@ class Request:
         words = ["mtplx", "forge", "train", _shown(self.trunk), "--out", _shown(self.out)]
         words += self._given()
         return shlex.join(words)
+
+    def trained_ids(self) -> int:
+        """How many ids training compares the laws on: more than are drafted, and 0 for all."""
+        from .train import TrainPlan
+
+        return self.vocabulary and max(self.vocabulary, TrainPlan.vocabulary)
 
     def _given(self) -> Iterator[str]:
         for name in ("shards", "steps", "depth", "vocabulary", "seed"):
@@ -69,9 +75,10 @@ def train(request: Request) -> bool:
             request.out,
             DataPlan(shards=request.shards, **shared),
             TrainPlan(
-                steps=request.steps, depth=request.depth, vocabulary=request.vocabulary, **shared
+                steps=request.steps, depth=request.depth, vocabulary=request.trained_ids(), **shared
             ),
             prompts=request.prompts or PROMPTS,
+            draft_ids=request.vocabulary,
             about=_about(request),
             clock=Clock(request.pause_after),
         )

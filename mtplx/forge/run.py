@@ -17,13 +17,16 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
+import numpy as np
+
 from .. import heldout
+from ..draft_vocabulary import DraftVocabulary
 from ..environment import machine, versions
 from ..errors import RequestError
 from ..head_file import read_config, write_head
 from ..load import Bundle
 from ..measure import measure, outputs_of
-from ..mtp_patch import headed_family
+from ..mtp_patch import attach_head, headed_family
 from ..progress import progress, steps
 from ..provenance import replacing
 from .card import MEASUREMENT, PLOT, TRAINING, write_card
@@ -70,12 +73,14 @@ def run(
     train_plan: TrainPlan,
     *,
     prompts: Sequence[Path] = PROMPTS,
+    draft_ids: int = 0,
     about: Mapping[str, Any],
     clock: Clock,
 ) -> None:
     """Distil and train into ``out``, and write the head; what is done already is not done again.
 
-    about: "command", and for the card "model", "base_model" and "license".  Raises ``Paused``,
+    draft_ids: how many of the most frequent ids the head drafts from, at most those that it was
+    trained on; 0 for these.  about: "command", and for the card "model", "base_model" and "license".  Raises ``Paused``,
     ``RequestError`` where ``out`` holds a training of another plan, trunk or prompt files, and what
     the steps raise.
     """
@@ -84,6 +89,7 @@ def run(
     plan = {
         "data": asdict(data_plan),
         "train": asdict(train_plan),
+        "head": {"draft_ids": draft_ids},
         # Their order counts, and two may have one name.
         "prompts": {
             f"{i} {path.name}": hashlib.sha256(path.read_bytes()).hexdigest()
@@ -99,6 +105,10 @@ def run(
         trainer = _train(bundle, data, train_plan, work / "checkpoint.safetensors", clock)
         clock.check()
         about = {**about, "distil_seconds": seconds}
+        if draft_ids:
+            trainer.head.vocabulary = DraftVocabulary(
+                np.sort(trainer.order[:draft_ids]), data.vocab_size
+            )
         _write(bundle, trainer, out, {**about, "plan": plan})
 
 
@@ -126,8 +136,8 @@ def _keep_plan(path: Path, plan: dict[str, Any]) -> None:
     changed = [
         f"{group} {name}"
         for group, fields in plan.items()
-        for name in (fields.keys() | known[group].keys()) - {"streams"}
-        if fields.get(name) != known[group].get(name)
+        for name in (fields.keys() | known.get(group, {}).keys()) - {"streams"}
+        if fields.get(name) != known.get(group, {}).get(name)
     ]
     if changed:
         raise RequestError(
@@ -188,7 +198,8 @@ def _check_or_save(clock: Clock, trainer: Trainer, checkpoint: Path) -> None:
 def _write(bundle: Bundle, trainer: Trainer, out: Path, known: dict[str, Any]) -> None:
     """The head, and what is known of its training."""
     head = trainer.head
-    head.copy_bonus = fit_copy_bonus(trainer.attached, trainer.data, trainer.plan.depth)
+    attached = attach_head(bundle.trunk, head)
+    head.copy_bonus = fit_copy_bonus(attached, trainer.data, trainer.plan.depth)
     write_head(out, trainer.head, bundle.trunk, bundle.provenance)
     family, data = headed_family(bundle.trunk), trainer.data
     facts = {

@@ -39,8 +39,8 @@ class TrainPlan:
     step ``second`` * steps on, with the ``objective`` of ``temperature`` and ``acceptance``;
     before, one step and plain cross-entropy.  matrix_rate, vector_rate: learning rates of Muon and
     AdamW, rising over ``warmup`` steps, falling linearly to 0 over the last ``decay`` share.
-    vocabulary: how many ids to draft from, the most frequent of the data; 0 is all.  core, drawn:
-    of those, how many a step compares the laws on: the most frequent, and some of the others.
+    vocabulary: how many ids the laws are compared on, the most frequent of the data; 0 is all.
+    core, drawn: how many of those a step takes: the most frequent, and some of the others.
     """
 
     seed: int = 0
@@ -98,18 +98,22 @@ def _optimiser() -> optimizers.MultiOptimizer:
 
 
 class Trainer:
-    """A training between two steps.  log: one entry every ``check_every`` steps, and at the end."""
+    """A training between two steps.
+
+    log: one entry every ``check_every`` steps, and at the end.  order: the ids that laws are
+    compared on, the most frequent first.
+    """
 
     def __init__(self, bundle: Bundle, data: Data, plan: TrainPlan):
         self.data, self.plan = data, plan
         family = headed_family(bundle.trunk)
         order = ranked(family, data, bundle.tokenizer.eos_ids)
-        count = plan.vocabulary or family.vocab_size
-        vocabulary = DraftVocabulary(np.sort(order[:count]), family.vocab_size)
+        self.order = order[: plan.vocabulary or family.vocab_size]
+        vocabulary = DraftVocabulary(np.sort(self.order), family.vocab_size)
         self.head = initial_head(bundle, plan, vocabulary if plan.vocabulary else None)
         self.attached = attach_head(bundle.trunk, self.head)
         self._all_rows = family.output_rows(vocabulary.ids)
-        self._ids = StepVocabulary(order[:count], plan.core, plan.drawn, plan.seed)
+        self._ids = StepVocabulary(self.order, plan.core, plan.drawn, plan.seed)
         self.step = 0
         self.log: list[dict[str, Any]] = []
         self._optimiser = _optimiser()
