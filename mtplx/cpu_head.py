@@ -18,9 +18,9 @@ from .cpu_layers import PackedEmbedding, Stack, native_layer
 from .mtp_patch import AttachedHead
 from .native import status
 
-# Of the head's layer and projection, and of the trunk's output rows that it drafts from.
-BITS, OUTPUT_BITS = 8, 8
-GROUP_SIZES = (128, 64, 32)
+# Drafts are kept as often as with 8 bits (57 % of the first ones, 120 prompts, SmolLM2); in groups
+# of 64 they are not.
+BITS, GROUP_SIZE = 4, 32
 
 
 class FusedHead(AttachedHead):
@@ -63,7 +63,7 @@ def fuse(attached: AttachedHead) -> AttachedHead:
         blocks[:2] = blocks[1::-1]
     combine = status().native.Combine(
         embedding.matrix,
-        [_pack(block, BITS) for block in blocks],
+        [_pack(block) for block in blocks],
         head.enorm.weight,
         head.hnorm.weight,
         head.enorm.eps,
@@ -71,21 +71,19 @@ def fuse(attached: AttachedHead) -> AttachedHead:
     stack = Stack([layer], head.norm.eps, head.norm.weight)
     rows = None
     if head.vocabulary is not None:
-        rows = _pack(family.output_rows(np.asarray(head.vocabulary.ids)), OUTPUT_BITS)
+        rows = _pack(family.output_rows(np.asarray(head.vocabulary.ids)))
     return FusedHead(attached, combine, stack, rows)
 
 
-def _pack(weight: mx.array, bits: int, bias: mx.array | None = None) -> Any:
-    """A float matrix (N, K) in the kernels' layout: ``bits`` bits where a group size divides K."""
-    native = status().native
-    for group in GROUP_SIZES:
-        if weight.shape[1] % group == 0:
-            packed = mx.quantize(weight.astype(mx.float32), group_size=group, bits=bits)
-            w, scales, biases = packed[0], packed[1], packed[2]
-            halves = [part.astype(mx.float16) for part in (scales, biases)]
-            return native.Matrix.quantized(w, *halves, group, bits, bias)
-    return native.Matrix.dense(weight.astype(mx.float32), bias)
+def _pack(weight: mx.array, bias: mx.array | None = None) -> Any:
+    """A float matrix (N, K) in the kernels' layout: ``BITS`` bits if the group size divides K."""
+    native, weight = status().native, weight.astype(mx.float32)
+    if weight.shape[1] % GROUP_SIZE:
+        return native.Matrix.dense(weight, bias)
+    packed, scales, biases = mx.quantize(weight, group_size=GROUP_SIZE, bits=BITS)
+    halves = [part.astype(mx.float16) for part in (scales, biases)]
+    return native.Matrix.quantized(packed, *halves, GROUP_SIZE, BITS, bias)
 
 
 def _pack_linear(module: nn.Linear) -> Any:
-    return _pack(module.weight, BITS, module.bias if "bias" in module else None)
+    return _pack(module.weight, module.bias if "bias" in module else None)

@@ -303,12 +303,17 @@ def test_a_copied_layer_can_be_made_plain_and_trained():
 
 
 @pytest.mark.parametrize("first", [True, False])
-def test_a_head_drafts_as_its_own_float_weights_do(first):
+def test_a_head_drafts_as_its_rounded_weights_do_in_float(first):
     trunk, _ = fused_of("llama", 8)
     head = new_head(trunk, embedding_first=first, levels=(1, 2))
     randomise(head, 1, 0.3)
+    fused = cpu_head.fuse(attach_head(trunk, head))
+    for module in head.modules():  # what the kernels round, rounded by MLX
+        if isinstance(module, nn.Linear):
+            packed = mx.quantize(module.weight, group_size=32, bits=4)
+            halves = [part.astype(mx.float16).astype(mx.float32) for part in packed[1:]]
+            module.weight = mx.dequantize(packed[0], *halves, group_size=32, bits=4)
     plain = attach_head(trunk, head)
-    fused = cpu_head.fuse(plain)
     assert isinstance(fused, cpu_head.FusedHead)
     rng = np.random.default_rng(0)
     caches = fused.new_cache(), plain.new_cache()
@@ -317,7 +322,7 @@ def test_a_head_drafts_as_its_own_float_weights_do(first):
         tokens = mx.array(rng.integers(0, VOCAB, rows))
         found = fused.forward(state, tokens, caches[0])
         expected = plain.forward(state, tokens, caches[1])
-        assert mx.abs(found - expected).max().item() < 0.05 * mx.abs(expected).max().item()
+        assert mx.abs(found - expected).max().item() < 1e-4 * mx.abs(expected).max().item()
         assert caches[0].offset == caches[1].offset
     assert np.array_equal(np.array(fused.logits(found)), np.array(plain.logits(found)))
 

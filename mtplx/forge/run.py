@@ -80,9 +80,9 @@ def run(
     """Distil and train into ``out``, and write the head; what is done already is not done again.
 
     draft_ids: how many of the most frequent ids the head drafts from, at most those that it was
-    trained on; 0 for these.  about: "command", and for the card "model", "base_model" and "license".  Raises ``Paused``,
-    ``RequestError`` where ``out`` holds a training of another plan, trunk or prompt files, and what
-    the steps raise.
+    trained on; 0 for these.  about: "command", and for the card "model", "base_model" and
+    "license".  Raises ``Paused``, ``RequestError`` where ``out`` holds a training of another plan,
+    trunk or prompt files, and what the steps raise.
     """
     work = out / "work"
     seeds = [seed for path in prompts for seed in read_seeds(path)]
