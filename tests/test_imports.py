@@ -58,7 +58,16 @@ FIRST_WITH_MLX = RANK["fast_sampling"]
 HTTP = {"http", "socketserver", "wsgiref", "aiohttp", "fastapi", "starlette", "uvicorn", "flask"}
 OUTSIDE = {
     # bench compares with it
-    "mlx_lm": {"families", "mtp_patch", "cpu_cache", "cpu_head", "cpu_layers", "load", "state", "bench"},
+    "mlx_lm": {
+        "families",
+        "mtp_patch",
+        "cpu_cache",
+        "cpu_head",
+        "cpu_layers",
+        "load",
+        "state",
+        "bench",
+    },
     **{package: {"server"} for package in HTTP},
 }
 WITHOUT_MLX = ("errors", "sampler_config", "distribution", "penalties", "sampling", "rng", "verify")
