@@ -1,6 +1,7 @@
 """The default model: its outputs with drafts are its outputs without, and rollback is exact.
 
-Each BLAS needs a process of its own: it is chosen once, before MLX is imported.
+Each BLAS needs a process of its own: it is chosen once, before MLX is imported. The same at length,
+on demand: ``scripts/test -m long -s -k smollm2``.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -96,3 +98,41 @@ def test_after_a_rejection_at_any_position_the_state_is_a_fresh_prefills(blas, r
     differences = reports[blas]["rollback"]
     assert len(differences) == 4
     assert max(differences) < 1e-4, differences
+
+
+def test_a_request_among_eight_others_is_as_alone(default):
+    """One round each in turn: drafts, rules, temperatures, depths and penalties all differ."""
+    requests = default["together"]
+    assert len(requests) == 9
+    assert [request for request in requests if not request["same"]] == []
+    assert sum(request["tokens"] > request["rounds"] for request in requests) >= 4
+    assert len({request["text"] for request in requests}) == 9
+
+
+@pytest.mark.long
+@pytest.mark.timeout(7200)
+def test_on_held_out_prompts_the_reference_blas_gives_plain_decodings_tokens_and_bits(
+    default_model_path,
+):
+    """20 prompts x 3 temperatures, 24 tokens, depths 1 to 5 and drafters in turn."""
+    worker = [sys.executable, str(HERE / "smollm2_worker.py")]
+    command = [*worker, "reference", str(default_model_path), "long"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=HERE, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    report = json.loads(done.stdout)
+    if report["blas"] != "reference":
+        pytest.skip("MLX does not multiply with a BLAS here")
+    cases = report["cases"]
+    total = Counter()
+    for case in cases:
+        total.update({k: case[k] for k in ("tokens", "same", "accepted", "rows", "equal")})
+    print(f"\n  {len(cases)} outputs: {dict(total)}")
+    assert {(case["temperature"], case["depth"]) for case in cases} == {
+        (t, depth) for t in (0.0, 0.6, 1.0) for depth in (1, 2, 3, 4, 5)
+    }
+    assert {case["drafter"] for case in cases} == {"ngram", "mtp", "knowing"}
+    assert total["tokens"] == 24 * len(cases) == 24 * 60
+    assert total["accepted"] > len(cases)
+    assert [case for case in cases if not case["same"]] == []
+    assert [case for case in cases if case["equal"] != case["rows"]] == []
+    assert total["rows"] >= total["tokens"]

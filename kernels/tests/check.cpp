@@ -1,13 +1,17 @@
-// Runs the kernels without Python, for the sanitizers: odd shapes, every level, several threads; a row must have the same
-// bits in any company. Exit status 0 if all is right.
+// Runs the kernels without Python, for the sanitizers and on emulated processors: odd shapes, every level, several
+// threads; a row must have the same bits in any company, and nearly the same numbers on every level. Exit status 0 if
+// all is right.
+#include <algorithm>
 #include <cmath>
 #include <cstdio>
 #include <cstring>
+#include <numeric>
 #include <random>
 #include <string>
 #include <thread>
 
 #include "dispatch.hpp"
+#include "law.cpp"  // no library has it without MLX
 #include "layers.hpp"
 
 namespace {
@@ -34,18 +38,46 @@ std::vector<float> numbers(std::size_t n, float size = 1.0f) {
   return out;
 }
 
-Weights quantized(int n, int k, Format format, int group) {
+// The nearest bfloat16, or a float16 that is close: both are only inputs here.
+std::uint16_t bfloat_of(float value) {
+  std::uint32_t bits;
+  std::memcpy(&bits, &value, sizeof bits);
+  return static_cast<std::uint16_t>((bits + 0x8000u) >> 16);
+}
+
+std::uint16_t half_of(float value) {
+  const auto sign = static_cast<std::uint16_t>(std::signbit(value) ? 0x8000u : 0u);
+  const float size = std::fabs(value);
+  if (size < 0x1p-14f) return sign | static_cast<std::uint16_t>(size * 0x1p24f);  // subnormal
+  int exponent;
+  const float fraction = std::frexp(size, &exponent) * 2.0f - 1.0f;
+  return sign | static_cast<std::uint16_t>(((exponent + 14) << 10) + static_cast<int>(fraction * 1024.0f));
+}
+
+std::vector<std::uint16_t> halves(const std::vector<float>& values, std::uint16_t (*narrow)(float)) {
+  std::vector<std::uint16_t> out(values.size());
+  std::transform(values.begin(), values.end(), out.begin(), narrow);
+  return out;
+}
+
+Weights quantized(int n, int k, Format format, int group, ScaleType type = ScaleType::kFloat32) {
   std::vector<std::uint32_t> words(static_cast<std::size_t>(n) * k / elements_per_word(format));
   for (auto& w : words) w = static_cast<std::uint32_t>(engine());
   const std::vector<float> scales = numbers(static_cast<std::size_t>(n) * k / group, 0.01f);
   const std::vector<float> biases = numbers(scales.size(), 0.02f);
-  return std::make_shared<Packed>(
-      Source{format, n, k, words.data(), group, ScaleType::kFloat32, scales.data(), biases.data()});
+  if (type == ScaleType::kFloat32) {
+    return std::make_shared<Packed>(Source{format, n, k, words.data(), group, type, scales.data(), biases.data()});
+  }
+  const auto narrow = type == ScaleType::kFloat16 ? half_of : bfloat_of;
+  const std::vector<std::uint16_t> s = halves(scales, narrow), b = halves(biases, narrow);
+  return std::make_shared<Packed>(Source{format, n, k, words.data(), group, type, s.data(), b.data()});
 }
 
-Weights dense(int n, int k) {
+Weights dense(int n, int k, Format format = Format::kFloat32) {
   const std::vector<float> w = numbers(static_cast<std::size_t>(n) * k, 0.1f);
-  return std::make_shared<Packed>(Source{Format::kFloat32, n, k, w.data()});
+  if (format == Format::kFloat32) return std::make_shared<Packed>(Source{format, n, k, w.data()});
+  const std::vector<std::uint16_t> narrow = halves(w, format == Format::kFloat16 ? half_of : bfloat_of);
+  return std::make_shared<Packed>(Source{format, n, k, narrow.data()});
 }
 
 void check_product(const Weights& weights, int rows, const std::string& name) {
@@ -92,31 +124,101 @@ std::shared_ptr<mtplx::Layer> layer(int hidden, int heads, int kv_heads, int dim
   return l;
 }
 
-// The same rows in steps of other sizes, in a cache with other room: the same bits.
-void check_layers(int window, const std::string& name) {
-  const int hidden = 128, length = 300;
-  std::vector<std::shared_ptr<const mtplx::Layer>> layers;
+using Layers = std::vector<std::shared_ptr<const mtplx::Layer>>;
+
+// The outputs and features of `length` rows, `step` at a time, in caches whose room depends on it.
+std::vector<float> run_layers(const Layers& layers, const std::vector<float>& x, int length, int step) {
+  const int hidden = layers[0]->hidden(), capacity = length + step;
+  const mtplx::Features features{{1}, 1e-5f, mtplx::Vector(hidden, 1.5f)};
+  std::vector<std::vector<float>> memory(4, std::vector<float>(static_cast<std::size_t>(2) * capacity * 24, NAN));
+  std::vector<mtplx::CacheView> caches;
+  for (int i = 0; i < 2; ++i) caches.push_back({memory[2 * i].data(), memory[2 * i + 1].data(), capacity});
+  std::vector<float> out(static_cast<std::size_t>(length) * hidden * 2);
+  for (int at = 0; at < length; at += step) {
+    const int rows = std::min(step, length - at);
+    mtplx::run(layers, x.data() + static_cast<std::size_t>(at) * hidden, rows, at, caches, features,
+               out.data() + static_cast<std::size_t>(at) * hidden * 2);
+  }
+  return out;
+}
+
+// The same rows in steps of other sizes: the same bits. On another level: nearly the same numbers. With NaN in a row:
+// NaN in all that see it, and the same bits before it.
+void check_layers(int window, const std::string& level) {
+  const std::string name = level + (window == 0 ? " layers" : " window");
+  const int hidden = 128, length = 300, broken = 130;
+  static std::vector<float> first[2];
+  engine.seed(7);  // the same numbers for every level
+  Layers layers;
   for (int i = 0; i < 2; ++i) layers.push_back(layer(hidden, 6, 2, 24, 192, window));
-  const std::vector<float> x = numbers(static_cast<std::size_t>(length) * hidden);
-  const mtplx::Features features{{1}, 1e-5f, numbers(hidden)};
-  std::vector<std::vector<float>> results;
-  for (const int step : {300, 1, 5, 8, 9, 64}) {
-    const int capacity = length + step;
-    std::vector<std::vector<float>> memory(4, std::vector<float>(static_cast<std::size_t>(2) * capacity * 24, NAN));
-    std::vector<mtplx::CacheView> caches;
-    for (int i = 0; i < 2; ++i) caches.push_back({memory[2 * i].data(), memory[2 * i + 1].data(), capacity});
-    std::vector<float> out(static_cast<std::size_t>(length) * hidden * 2);
-    for (int at = 0; at < length; at += step) {
-      const int rows = std::min(step, length - at);
-      mtplx::run(layers, x.data() + static_cast<std::size_t>(at) * hidden, rows, at, caches, features,
-                 out.data() + static_cast<std::size_t>(at) * hidden * 2);
-    }
-    results.push_back(out);
-    bool finite = true;
-    for (const float v : out) finite = finite && std::isfinite(v);
-    expect(finite, name + ": not finite in steps of " + std::to_string(step));
-    expect(std::memcmp(out.data(), results[0].data(), sizeof(float) * out.size()) == 0,
+  std::vector<float> x = numbers(static_cast<std::size_t>(length) * hidden);
+  const std::vector<float> expected = run_layers(layers, x, length, 300);
+  for (const float v : expected) {
+    if (!std::isfinite(v)) return expect(false, name + ": not finite");
+  }
+  for (const int step : {1, 5, 8, 9, 64}) {
+    const std::vector<float> out = run_layers(layers, x, length, step);
+    expect(std::memcmp(out.data(), expected.data(), sizeof(float) * out.size()) == 0,
            name + ": differs in steps of " + std::to_string(step));
+  }
+  std::vector<float>& other = first[window == 0 ? 0 : 1];
+  if (other.empty()) other = expected;
+  float largest = 0.0f;
+  for (std::size_t i = 0; i < other.size(); ++i) largest = std::max(largest, std::fabs(expected[i] - other[i]));
+  expect(largest < 1e-4f, name + ": off the first level by " + std::to_string(largest));
+
+  x[static_cast<std::size_t>(broken) * hidden + 3] = NAN;
+  for (const int step : {300, 8}) {
+    const std::vector<float> out = run_layers(layers, x, length, step);
+    const std::size_t before = static_cast<std::size_t>(broken) * hidden * 2;
+    expect(std::memcmp(out.data(), expected.data(), sizeof(float) * before) == 0, name + ": NaN reached earlier rows");
+    const std::size_t seen = before + (window == 0 ? length - broken : window) * static_cast<std::size_t>(hidden) * 2;
+    expect(std::all_of(out.begin() + before, out.begin() + seen, [](float v) { return std::isnan(v); }),
+           name + ": a row that sees NaN is a number");
+  }
+}
+
+// Candidates in exact order, enough of them, and the mass, for one row of logits.
+void check_law_row(const std::vector<float>& row, const mtplx::LawRequest& request, mtplx::LawIsa isa,
+                   const std::string& name) {
+  static mtplx::LawScratch scratch;
+  mtplx::LawRow found;
+  mtplx::law_row(row.data(), row.size(), request, isa, scratch, found);
+  std::vector<std::uint32_t> order(row.size());
+  std::iota(order.begin(), order.end(), 0u);
+  std::stable_sort(order.begin(), order.end(), [&](std::uint32_t a, std::uint32_t b) { return row[a] > row[b]; });
+  expect(!found.ids.empty() && std::equal(found.ids.begin(), found.ids.end(), order.begin()), name + ": wrong order");
+  double mass = 0.0, kept = 0.0;
+  for (std::size_t i = 0; i < order.size(); ++i) {
+    const double weight = std::exp((static_cast<double>(row[order[i]]) - row[order[0]]) / request.temperature);
+    mass += weight;
+    if (i < found.ids.size()) kept += weight;
+  }
+  expect(std::fabs(found.mass - mass) <= 2e-7 * mass, name + ": the mass is wrong");
+  const bool all = request.top_k > 0 && static_cast<std::size_t>(request.top_k) == found.ids.size();
+  expect(all || kept >= request.top_p * mass, name + ": too few candidates");
+}
+
+void check_law() {
+  using mtplx::LawIsa;
+  for (const LawIsa isa : {LawIsa::portable, LawIsa::avx2, LawIsa::avx512}) {
+    if (!mtplx::law_isa_available(isa)) continue;
+    const std::string name = "law " + std::to_string(static_cast<int>(isa));
+    for (const int size : {1, 63, 64, 65, 127, 4101}) {
+      for (const double temperature : {0.02, 0.6, 1.0, 3.0, 1e-35}) {
+        const std::vector<float> row = numbers(size, 4.0f);
+        for (const mtplx::LawRequest& request : {mtplx::LawRequest{temperature, 0.9, 0.0, 0},
+                                                 mtplx::LawRequest{temperature, 0.95, 0.0, 20}}) {
+          check_law_row(row, request, isa, name + ", size " + std::to_string(size));
+        }
+      }
+      std::vector<float> row = numbers(size, 4.0f);
+      row[size / 2] = NAN;
+      mtplx::LawScratch scratch;
+      mtplx::LawRow found;
+      mtplx::law_row(row.data(), row.size(), {}, isa, scratch, found);
+      expect(found.nan == 1 && found.inf == 0 && found.ids.empty(), name + ": NaN was missed");
+    }
   }
 }
 
@@ -133,11 +235,16 @@ int main(int argc, char** argv) {
           check_product(quantized(70, 256, Format::kQ4, group), rows, level + " 4 bits");
           check_product(quantized(129, 128, Format::kQ8, group), rows, level + " 8 bits");
         }
+        check_product(quantized(70, 64, Format::kQ4, 32, ScaleType::kFloat16), rows, level + " float16 scales");
+        check_product(quantized(70, 64, Format::kQ8, 64, ScaleType::kBfloat16), rows, level + " bfloat16 scales");
         check_product(dense(65, 37), rows, level + " float32");
+        check_product(dense(65, 37, Format::kFloat16), rows, level + " float16");
+        check_product(dense(65, 37, Format::kBfloat16), rows, level + " bfloat16");
       }
-      check_layers(0, level + " layers");
-      check_layers(50, level + " window");
+      check_layers(0, level);
+      check_layers(50, level);
     }
+    check_law();
   }
   // Two callers at once: the second does its work alone.
   const Weights weights = quantized(640, 256, Format::kQ4, 32);
@@ -148,6 +255,7 @@ int main(int argc, char** argv) {
   std::vector<float> out(640);
   for (int i = 0; i < 50; ++i) mtplx::multiply(*weights, {}, x.data(), 1, out.data());
   other.join();
-  std::printf("%d failures\n", failures);
+  for (const std::string& level : mtplx::levels()) std::printf("%s ", level.c_str());
+  std::printf("levels, %d failures\n", failures);
   return failures == 0 ? 0 : 1;
 }
