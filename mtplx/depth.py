@@ -77,7 +77,7 @@ DEFAULT_COSTS = Costs(
 )
 # The same model, machine and head on the CPU kernels, which are bound by multiply-adds.
 KERNEL_COSTS = Costs(
-    (1.0, 1.16, 1.39, 1.58, 2.07, 2.44, 2.73, 2.94, 3.49, 3.78, 4.06, 4.35, 4.63), 0.13
+    (1.0, 1.22, 1.61, 1.86, 2.43, 2.8, 3.14, 3.64, 3.93, 4.33, 4.73, 5.13, 5.53), 0.1
 )
 
 

@@ -158,7 +158,8 @@ def measure(
     result.notes.append(
         f"token rule, top-p 0.95, top-k 20, prompt i with seed i; acceptance: draft mtp, {_K} a"
         " round, the head's copy bonus included; tokens/s and speed: draft auto, depth auto by"
-        f" {costs.get('from')} costs"
+        f" {costs.get('from')} costs; verification_cost: the share of auto's decoding that"
+        f" everything between verify logits and emitted tokens takes; {bundle.provenance.runs}"
     )
     return result
 
@@ -188,6 +189,7 @@ def _enter(result: Measurement, temperature: float, found: dict[str, list[Genera
         f"speed_k3_vs_ar_{at}": fixed.tokens_per_second / plain.tokens_per_second,
         f"tokens_per_second_{at}": auto.tokens_per_second,
         f"ar_tokens_per_second_{at}": plain.tokens_per_second,
+        f"verification_cost_{at}": auto.other_seconds / auto.decode_seconds,
     }
 
 

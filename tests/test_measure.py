@@ -61,6 +61,7 @@ def test_the_object_has_the_agreed_shape(measured):
                  "speed_vs_ar_t06", "round_overhead"):  # fmt: skip
         assert written["figures"][name] is not None
     assert 0 < written["figures"]["round_overhead"] < 1
+    assert 0 < written["figures"]["verification_cost_t06"] < 1
 
 
 def test_figures_are_those_of_the_outputs(measured):
