@@ -22,8 +22,8 @@ class Bank:
     def __init__(self, caches: Sequence[KVCache], heads: int, size: int):
         self.array = mx.zeros((len(caches), 2, heads, 0, size))
         if used := caches[0].offset:
-            pairs = [mx.concatenate([cache.keys, cache.values]) for cache in caches]
-            self.array = mx.stack(pairs)[..., :used, :].astype(mx.float32)
+            pairs = [[part[0, :, :used] for part in (c.keys, c.values)] for c in caches]
+            self.array = mx.stack([mx.stack(pair) for pair in pairs]).astype(mx.float32)
 
     def holds(self, caches: Sequence[Any]) -> bool:
         """Whether these are all of its caches, in their order."""
@@ -73,11 +73,20 @@ class BankedCache(KVCache):
         self._leave()
         return self.update_and_fetch(keys, values)
 
+    def __copy__(self) -> KVCache:
+        """A bank is written for all that hold it: a copy has arrays of its own."""
+        other = KVCache()
+        other.keys, other.values, other.offset = self.keys, self.values, self.offset
+        return other
+
     def _leave(self) -> None:
-        keys, values = self.keys, self.values
-        del self.bank, self.place
+        # In this order, an interrupt leaves a cache that is whole.
+        vars(self).update(keys=self.keys, values=self.values)
         self.__class__ = KVCache
-        self.keys, self.values = keys, values
+        del self.bank, self.place
+
+
+BankedCache.__name__ = KVCache.__name__  # for mlx-lm's files, which name the class to load
 
 
 def bank_of(caches: Sequence[Any], heads: int, size: int) -> Bank:
@@ -87,8 +96,8 @@ def bank_of(caches: Sequence[Any], heads: int, size: int) -> Bank:
         return bank
     bank = Bank(caches, heads, size)
     for place, cache in enumerate(caches):
-        for name in ("keys", "values"):
-            vars(cache).pop(name, None)
-        cache.__class__ = BankedCache
         cache.bank, cache.place = bank, place
+        cache.__class__ = BankedCache
+        for name in ("keys", "values"):  # the class's own come first
+            vars(cache).pop(name, None)
     return bank

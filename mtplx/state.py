@@ -95,10 +95,11 @@ class State:
 
         The device need not wait for the host between two rounds. The state stays as it is: the
         next ``forward`` takes the result over if its tokens are these, and any other change drops
-        it, rows behind the offset being no part of a cache. Does nothing for other caches.
+        it, rows behind the offset being no part of a cache. Does nothing for other caches, nor for
+        those of the CPU kernels: what is queued holds their array, which would be copied.
         """
         leaves = list(_leaves(self.caches))
-        if any(type(leaf) not in _TRIMMED for leaf in leaves):
+        if any(type(leaf) not in _TRIMMED or type(leaf) is BankedCache for leaf in leaves):
             return
         # What is not queued before the forward would wait for its end.
         mx.async_eval(ids)
@@ -115,7 +116,7 @@ class State:
     def prefill(self, tokens: Sequence[int], *, chunk: int = 512) -> Iterator[mx.array | None]:
         """Run tokens without logits, ``chunk`` at a time; yields hidden (<= chunk, D) or None.
 
-        The caches are computed; a hidden state that nobody reads is not.
+        Caches and hidden are computed: a hidden state that waits to be may hold the caches.
         """
         self._ahead = None
         for start in range(0, len(tokens), chunk):
@@ -123,7 +124,7 @@ class State:
             mark = self.mark(len(part))
             try:
                 hidden = self.family.prefill(self._rows(part), self.caches)
-                mx.eval([leaf.state for leaf in _leaves(self.caches)])
+                mx.eval([leaf.state for leaf in _leaves(self.caches)], hidden)
             except BaseException:
                 self.restore(mark)
                 raise

@@ -10,10 +10,15 @@ import mlx.nn as nn
 import numpy as np
 import pytest
 from doubles import randomise
+from fused_trunks import KINDS, SIZES, VOCAB, by_steps, fused_of, ids_of, logits, trunk_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from mlx.utils import tree_flatten
-from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
+from mlx_lm.models.cache import (
+    KVCache,
+    RotatingKVCache,
+    make_prompt_cache,
+)
 
 from mtplx import cpu_head
 from mtplx.cpu_layers import PackedEmbedding, PackedLinear, fuse, serves
@@ -21,77 +26,9 @@ from mtplx.families import family_of
 from mtplx.load import load, to_float32
 from mtplx.mtp_patch import attach_head, new_head
 from mtplx.native import status
-from mtplx.state import State
 
 native = status().native
 pytestmark = pytest.mark.skipif(native is None, reason="the CPU kernels are not installed")
-
-SIZES = {
-    "vocab_size": 200, "hidden_size": 64, "num_hidden_layers": 3, "intermediate_size": 96,
-    "num_attention_heads": 6, "num_key_value_heads": 2, "rms_norm_eps": 1e-5,
-    "max_position_embeddings": 4096, "tie_word_embeddings": True, "rope_theta": 10000.0,
-}  # fmt: skip
-LLAMA3 = {
-    "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 64,
-}  # fmt: skip
-KINDS = {
-    "llama": {"model_type": "llama", "head_dim": 16},
-    "llama3": {"model_type": "llama", "head_dim": 32, "rope_scaling": LLAMA3},
-    "biases": {
-        "model_type": "llama", "num_attention_heads": 4, "head_dim": 24, "attention_bias": True,
-        "mlp_bias": True,
-    },
-    "untied": {"model_type": "llama", "head_dim": 16, "tie_word_embeddings": False},
-    "qwen2": {"model_type": "qwen2", "num_attention_heads": 4},
-    "qwen3": {"model_type": "qwen3", "head_dim": 16},
-    "linear_rope": {
-        "model_type": "llama", "head_dim": 16, "rope_scaling": {"type": "linear", "factor": 2.0},
-    },
-}  # fmt: skip
-VOCAB = SIZES["vocab_size"]
-
-
-def trunk_of(kind, bits=None, seed=0):
-    """A plain float32 trunk, or a quantised one and the float32 trunk that it stands for."""
-    config = SIZES | KINDS[kind]
-    module = import_module(f"mlx_lm.models.{config['model_type']}")
-    trunk = module.Model(module.ModelArgs.from_dict(config))
-    randomise(trunk, seed)
-    trunk.set_dtype(mx.float32)
-    if bits is not None:
-        nn.quantize(trunk, group_size=32, bits=bits)
-    mx.eval(trunk.parameters())
-    plain = module.Model(module.ModelArgs.from_dict(config))
-    if bits is not None:
-        nn.quantize(plain, group_size=32, bits=bits)
-    plain.update(trunk.parameters())
-    return trunk.eval(), to_float32(plain) if bits is not None else plain.eval()
-
-
-def fused_of(kind, bits=None, seed=0):
-    trunk, plain = trunk_of(kind, bits, seed)
-    assert fuse(trunk)
-    return trunk, plain
-
-
-def ids_of(length, seed=0):
-    return np.random.default_rng(seed).integers(0, VOCAB, length).astype(np.int32)
-
-
-def logits(trunk, ids, cache):
-    return np.array(trunk(mx.array(ids)[None], cache=cache)[0])
-
-
-def by_steps(trunk, ids, sizes):
-    """Logits of all ids, run in forwards of the given sizes (the last one repeats)."""
-    cache, out, at = make_prompt_cache(trunk), [], 0
-    sizes = list(sizes)
-    while at < len(ids):
-        size = sizes.pop(0) if len(sizes) > 1 else sizes[0]
-        out.append(logits(trunk, ids[at : at + size], cache))
-        at += size
-    return np.concatenate(out), cache
 
 
 @pytest.mark.parametrize("bits", [None, 4, 8])
@@ -153,80 +90,6 @@ def test_levels_are_the_layers_outputs_and_do_not_change_the_rest():
     assert mx.abs(out - other).max().item() < 2e-4 * mx.abs(other).max().item()
     whole = family_of(trunk).forward(ids, make_prompt_cache(trunk))[1]
     assert np.array_equal(np.array(whole), np.array(out))
-
-
-def test_rollback_is_exact_at_every_position():
-    trunk, _ = fused_of("llama", 4)
-    ids = ids_of(40).tolist()
-    for kept in range(9):
-        state = State(family_of(trunk))
-        state.forward(ids[:20])
-        mark = state.mark(8)
-        state.forward(ids[20 : 20 + 8])
-        state.rollback(mark, ids[20 : 20 + kept])
-        found = np.array(state.forward([7, 8])[1])
-        fresh = State(family_of(trunk))
-        fresh.forward(ids[: 20 + kept])
-        assert np.array_equal(found, np.array(fresh.forward([7, 8])[1]))
-
-
-def test_what_else_holds_a_cache_s_arrays_does_not_see_them_change():
-    trunk, _ = fused_of("llama", 4)
-    cache = make_prompt_cache(trunk)
-    logits(trunk, ids_of(10), cache)
-    held = [(c.keys, np.array(c.keys).view(np.uint32)) for c in cache]
-    logits(trunk, ids_of(3, seed=1), cache)
-    for array, before in held:  # bit by bit: the spare room may hold NaN
-        assert np.array_equal(np.array(array).view(np.uint32), before)
-
-
-def test_a_cache_whose_arrays_are_views_is_read_right():
-    trunk, _ = fused_of("llama", 4)
-    ids = ids_of(20)
-    expected = by_steps(trunk, ids, [15, 5])[0]
-    again = make_prompt_cache(trunk)
-    logits(trunk, ids[:15], again)
-    for c in again:
-        swapped = [mx.array(np.array(a).swapaxes(1, 2)).swapaxes(1, 2) for a in (c.keys, c.values)]
-        c.keys, c.values = swapped
-    assert np.array_equal(logits(trunk, ids[15:], again), expected[15:])
-
-
-def test_nothing_is_copied_where_nothing_else_holds_the_caches():
-    trunk, _ = fused_of("llama", 4)
-    cache, places = make_prompt_cache(trunk), set()
-    for rows in (10, 1, 4, 1):
-        logits(trunk, ids_of(rows), cache)
-        places.add(np.asarray(cache[0].bank.array).ctypes.data)
-    assert len(places) == 1
-
-
-def test_a_cache_written_by_others_is_an_ordinary_one_and_comes_back():
-    trunk, _ = fused_of("llama", 4)
-    ids = ids_of(24)
-    expected = by_steps(trunk, ids, [10, 4, 10])[0]
-    cache = make_prompt_cache(trunk)
-    logits(trunk, ids[:10], cache)
-    x = trunk.model.embed_tokens(mx.array(ids[10:14])[None])
-    for layer, own in zip(trunk.model.layers, cache, strict=True):  # as whoever runs single layers
-        x = layer(x, "causal", own)
-    assert [c.offset for c in cache] == [14, 14, 14]
-    found = logits(trunk, ids[14:], cache)
-    assert np.array_equal(found, expected[14:])
-    keys = mx.ones((1, 2, 1, 16))
-    first = np.array(cache[1].keys[..., :24, :])
-    cache[1].update_and_fetch(keys, keys)
-    assert type(cache[1]) is KVCache
-    assert type(cache[0]) is not KVCache
-    assert np.array_equal(np.array(cache[1].keys[..., :24, :]), first)
-
-
-def test_caches_grow_past_their_steps():
-    trunk, plain = fused_of("llama", 4)
-    ids = ids_of(530)
-    found = by_steps(trunk, ids, [255, 2, 254, 1])[0]
-    expected = by_steps(plain, ids, [255, 2, 254, 1])[0]
-    assert np.abs(found - expected).max() < 5e-4 * np.abs(expected).max()
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen2"])

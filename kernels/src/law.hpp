@@ -57,7 +57,7 @@ void check_law(std::size_t size, const LawRequest& request);
 void law_row(const float* row, std::size_t size, const LawRequest& request, LawIsa isa, LawScratch& scratch,
              LawRow& out);
 
-// Steps 4 to 6 of the law, on what `law_row` gave for the same request.
+// Steps 4 to 6 of the law, on what `law_row` gave for the same request. out: empty.
 void finish_law(const LawRow& row, const LawRequest& request, LawScratch& scratch, Law& out);
 
 }  // namespace mtplx

@@ -17,8 +17,6 @@ namespace {
 
 constexpr std::size_t kHugePage = std::size_t{1} << 21;
 constexpr std::size_t kBlock = std::size_t{1} << 25;
-// The kernels prefetch a few groups ahead; what they then touch belongs to the arena, too.
-constexpr std::size_t kSlack = 2048;
 
 // Weights lie one after the other in large blocks of huge pages: a step reads them all, in this order.
 struct Arena {
@@ -27,7 +25,7 @@ struct Arena {
   std::size_t used = 0, size = 0;
 
   std::shared_ptr<void> take(std::size_t bytes, std::uint8_t*& where) {
-    bytes = (bytes + kSlack + 63) / 64 * 64;
+    bytes = (bytes + 63) / 64 * 64;
     const std::lock_guard<std::mutex> guard(lock);
     if (block == nullptr || used + bytes > size) {
       size = (std::max(bytes, kBlock) + kHugePage - 1) / kHugePage * kHugePage;

@@ -5,6 +5,7 @@
 #include <cmath>
 #include <cstdio>
 #include <cstring>
+#include <functional>
 #include <numeric>
 #include <random>
 #include <string>
@@ -197,6 +198,13 @@ void check_law_row(const std::vector<float>& row, const mtplx::LawRequest& reque
   expect(std::fabs(found.mass - mass) <= 2e-7 * mass, name + ": the mass is wrong");
   const bool all = request.top_k > 0 && static_cast<std::size_t>(request.top_k) == found.ids.size();
   expect(all || kept >= request.top_p * mass, name + ": too few candidates");
+  mtplx::Law law;
+  mtplx::finish_law(found, request, scratch, law);
+  const double sum = std::accumulate(law.probs.begin(), law.probs.end(), 0.0);
+  expect(std::fabs(sum - 1.0) <= 1e-12 && std::all_of(law.probs.begin(), law.probs.end(), [](double p) { return p > 0.0; }),
+         name + ": the law is none");
+  expect(std::adjacent_find(law.ids.begin(), law.ids.end(), std::greater_equal<>()) == law.ids.end(),
+         name + ": ids do not ascend");
 }
 
 void check_law() {
@@ -208,7 +216,8 @@ void check_law() {
       for (const double temperature : {0.02, 0.6, 1.0, 3.0, 1e-35}) {
         const std::vector<float> row = numbers(size, 4.0f);
         for (const mtplx::LawRequest& request : {mtplx::LawRequest{temperature, 0.9, 0.0, 0},
-                                                 mtplx::LawRequest{temperature, 0.95, 0.0, 20}}) {
+                                                 mtplx::LawRequest{temperature, 0.95, 0.0, 20},
+                                                 mtplx::LawRequest{temperature, 1.0, 1e-30, 0}}) {
           check_law_row(row, request, isa, name + ", size " + std::to_string(size));
         }
       }
