@@ -81,7 +81,7 @@ class BankedCache(KVCache):
 
     def _leave(self) -> None:
         # In this order, an interrupt leaves a cache that is whole.
-        vars(self).update(keys=self.keys, values=self.values)
+        self.__dict__.update(keys=self.keys, values=self.values)
         self.__class__ = KVCache
         del self.bank, self.place
 
