@@ -11,10 +11,8 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
-from mlx_lm.models.cache import KVCache
 
-from .cpu_cache import BankedCache
-from .cpu_layers import PackedEmbedding, Stack, native_layer
+from .cpu_layers import PackedEmbedding, Stack, native_layer, takes
 from .mtp_patch import AttachedHead
 from .native import status
 
@@ -36,7 +34,7 @@ class FusedHead(AttachedHead):
 
     def forward(self, state: mx.array, tokens: mx.array, cache: Any) -> mx.array:
         """See ``AttachedHead.forward``."""
-        if type(cache) not in (KVCache, BankedCache) or state.shape[0] == 0:
+        if not takes(state[None], [cache]):
             return super().forward(state, tokens, cache)
         x = self._combine(state[None], tokens[None])
         return self._stack(x, [cache])[0]

@@ -25,7 +25,7 @@ from mlx_lm.models.rope_utils import Llama3RoPE
 from .cpu_cache import BankedCache, bank_of
 from .native import status
 
-__all__ = ["SERVED", "fuse", "is_fused", "plain_weights", "serves"]
+__all__ = ["SERVED", "fuse", "is_fused", "plain_weights", "serves", "takes"]
 
 SERVED = ("llama", "mistral", "qwen2", "qwen3")
 _BLOCKS = (llama.TransformerBlock, qwen2.TransformerBlock, qwen3.TransformerBlock)
@@ -136,7 +136,7 @@ def _is_plain(cache: Any) -> bool:
     return cache.keys is None or (cache.keys.dtype == mx.float32 and len(cache.keys) == 1)
 
 
-def _takes(x: mx.array, caches: Sequence[Any]) -> bool:
+def takes(x: mx.array, caches: Sequence[Any]) -> bool:
     """Whether ``Stack`` runs this: one sequence, ordinary float32 caches of one length."""
     return (
         x.ndim == 3
@@ -156,7 +156,7 @@ class _FusedBlock:
 
     def __call__(self, x: mx.array, mask: Any = None, cache: Any = None) -> mx.array:
         causal = (mask is None and x.shape[1] == 1) or (isinstance(mask, str) and mask == "causal")
-        if self.stack is not None and causal and _takes(x, [cache]):
+        if self.stack is not None and causal and takes(x, [cache]):
             return self.stack(x, [cache])
         return super().__call__(x, mask, cache)  # type: ignore[misc]
 
@@ -182,7 +182,7 @@ class _FusedModel:
         """
         if self.stack is None or not cache or len(cache) != len(self.stack.layers):
             return None
-        if tokens.ndim != 2 or not _takes(tokens[..., None], cache):
+        if tokens.ndim != 2 or not takes(tokens[..., None], cache):
             return None
         return self.stack(self.embed_tokens(tokens), cache, levels)  # type: ignore[attr-defined]
 

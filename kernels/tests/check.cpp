@@ -201,8 +201,8 @@ void check_law_row(const std::vector<float>& row, const mtplx::LawRequest& reque
   mtplx::Law law;
   mtplx::finish_law(found, request, scratch, law);
   const double sum = std::accumulate(law.probs.begin(), law.probs.end(), 0.0);
-  expect(std::fabs(sum - 1.0) <= 1e-12 && std::all_of(law.probs.begin(), law.probs.end(), [](double p) { return p > 0.0; }),
-         name + ": the law is none");
+  const bool positive = std::all_of(law.probs.begin(), law.probs.end(), [](double p) { return p > 0.0; });
+  expect(positive && std::fabs(sum - 1.0) <= 1e-12, name + ": the law is none");
   expect(std::adjacent_find(law.ids.begin(), law.ids.end(), std::greater_equal<>()) == law.ids.end(),
          name + ": ids do not ascend");
 }
