@@ -62,7 +62,6 @@ OUTSIDE = {
         "families",
         "mtp_patch",
         "cpu_cache",
-        "cpu_head",
         "cpu_layers",
         "load",
         "state",
