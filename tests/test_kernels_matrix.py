@@ -41,6 +41,16 @@ def quantised(n, k, group, bits, dtype=mx.float32):
     return (w, scales, biases, group, bits), np.array(plain).astype(np.float64)
 
 
+def rounded(x, group):
+    """What quantised weights are multiplied by: whole numbers of 16 bits times a unit a group."""
+    parts = x.reshape(*x.shape[:-1], -1, group)
+    most = np.abs(parts).max(axis=-1, keepdims=True)
+    whole = np.rint(parts * (np.float32(32767) / np.where(most == 0, np.float32(1), most)))
+    unit = most / np.float32(32767)
+    assert (np.abs(parts - whole.astype(np.float64) * unit) <= 0.51 * unit).all()
+    return (whole.astype(np.float64) * unit).reshape(x.shape)
+
+
 def close(found, x, plain):
     """Within float32's rounding of sums of K products."""
     size = np.abs(x).astype(np.float64) @ np.abs(plain).T
@@ -56,7 +66,7 @@ def test_quantised_product_is_mlx_s(level, bits, group, dtype):
     matrix = native.Matrix.quantized(*parts)
     for rows in (1, 2, 3, 4, 5, 8, 9, 33):
         x = normal(rows, 256, seed=rows)
-        assert close(matrix(mx.array(x)), x, plain)
+        assert close(matrix(mx.array(x)), rounded(x, group), plain)
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
@@ -94,7 +104,7 @@ def test_a_bias_is_added_to_outputs_not_to_rows(level):
 def test_a_large_vocabulary():
     parts, plain = quantised(49152, 64, 32, 8, mx.float16)
     x = normal(2, 64, seed=5)
-    assert close(native.Matrix.quantized(*parts)(mx.array(x)), x, plain)
+    assert close(native.Matrix.quantized(*parts)(mx.array(x)), rounded(x, 32), plain)
 
 
 def test_nothing_in_nothing_out(level):
@@ -112,7 +122,30 @@ def test_what_is_not_finite_stays_in_its_row(level, value):
     out = np.array(native.Matrix.quantized(*parts)(mx.array(x)))
     assert not np.isfinite(out[2]).any()
     kept = [0, 1, 3, 4, 5]
-    assert close(mx.array(out[kept]), x[kept], plain)
+    assert close(mx.array(out[kept]), rounded(x[kept], 32), plain)
+
+
+@pytest.mark.parametrize(("outlier", "finer"), [(1, 8), (1000, 2)])
+def test_rounding_is_finer_than_float16(level, outlier, finer):
+    parts, plain = quantised(256, 576, 32, 4, mx.float16)
+    x = normal(8, 576)
+    x[:, 100] *= outlier  # costs the others of its group precision
+    exact = x.astype(np.float64) @ plain.T
+    error = np.array(native.Matrix.quantized(*parts)(mx.array(x))) - exact
+    halves = x.astype(np.float16).astype(np.float64) @ plain.T - exact
+    assert np.sqrt((error**2).mean()) < np.sqrt((halves**2).mean()) / finer
+
+
+@pytest.mark.parametrize("size", [1e-38, 1e-29, 1e-6, 1e30, 1e36])
+def test_any_size_of_inputs(level, size):
+    parts, plain = quantised(70, 64, 32, 8)
+    x = normal(3, 64).clip(-1, 1)
+    x[1, 32:] = 0
+    found = np.array(native.Matrix.quantized(*parts)(mx.array(x * np.float32(size))))
+    if size < 1e-30:
+        assert (found == 0).all()  # as the documentation of the products says
+    else:
+        assert np.abs(found / size - x @ plain.T).max() < 1e-2
 
 
 @settings(max_examples=40, deadline=None)

@@ -10,8 +10,8 @@
 namespace mtplx {
 namespace {
 
-Scratch& query_scratch() {
-  thread_local Scratch scratch;
+Scratch<float>& query_scratch() {
+  thread_local Scratch<float> scratch;
   return scratch;
 }
 

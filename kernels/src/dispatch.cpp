@@ -7,14 +7,6 @@
 
 namespace mtplx {
 
-#define MTPLX_LANES(mask) {mask, mask, mask, mask, mask, mask, mask, mask, mask, mask, mask, mask, mask, mask, mask, mask}
-alignas(64) const std::uint32_t kMasks4[8][16] = {
-    MTPLX_LANES(0xfu),     MTPLX_LANES(0xf0u),     MTPLX_LANES(0xf00u),     MTPLX_LANES(0xf000u),
-    MTPLX_LANES(0xf0000u), MTPLX_LANES(0xf00000u), MTPLX_LANES(0xf000000u), MTPLX_LANES(0xf0000000u)};
-alignas(64) const std::uint32_t kMasks8[4][16] = {MTPLX_LANES(0xffu), MTPLX_LANES(0xff00u), MTPLX_LANES(0xff0000u),
-                                                  MTPLX_LANES(0xff000000u)};
-#undef MTPLX_LANES
-
 namespace {
 
 std::vector<const Kernels*> available() {

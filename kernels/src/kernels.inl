@@ -1,12 +1,17 @@
 // The kernels, written once over a vector type `V` that the including file defines in its own anonymous namespace.
 //
 // V: kLanes; Float, Int; load, store, set, add, sub, mul, div, fma, max (the second operand where one is NaN), min,
-// load_words, words, keep (a mask's bits), right, left, from_int, from_bits, bits, pow2, widen16 (kLanes float16), sum,
-// sum4 (of four vectors), largest; kRegisters, how many vectors there are.
+// load_words, store_words, words, keep (a mask's bits), right, left, right_of_halves, dot (of pairs of 16 bits), nearest (to float, ties to
+// even), from_int, from_bits, bits, pow2, widen16 (kLanes float16), sum, sum4 (of four vectors), largest; kRegisters, how
+// many vectors there are.
 // No function of the standard library is called here: one instantiated with this file's flags might replace another's.
 
 constexpr int W = V::kLanes;
 constexpr int kAhead = 4;  // groups that are fetched before they are needed
+constexpr int kMostGroup = 128;
+constexpr float kMostWhole = 32767.0f;
+constexpr float kSmallest = 1e-30f;  // a group with nothing larger counts as 0
+constexpr float kZero = 0.0f;
 using F = V::Float;
 
 inline std::uint32_t word_at(const std::uint8_t* p) {

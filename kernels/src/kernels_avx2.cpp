@@ -33,9 +33,22 @@ struct V {
     return _mm256_srli_epi32(v, N);
   }
   template <int N>
+  static Int right_of_halves(Int v) {
+    return _mm256_srli_epi16(v, N);
+  }
+  template <int N>
   static Int left(Int v) {
     return _mm256_slli_epi32(v, N);
   }
+  // Two products of whole numbers of 16 bits in each lane, added to its sum. Nothing reorders the sums: compilers do,
+  // to shorten their chain, and run out of registers.
+  static Int dot(Int sum, Int a, Int b) {
+    sum = _mm256_add_epi32(sum, _mm256_madd_epi16(a, b));
+    asm("" : "+x"(sum));
+    return sum;
+  }
+  static Int nearest(Float v) { return _mm256_cvtps_epi32(v); }
+  static void store_words(void* p, Int v) { _mm256_storeu_si256(static_cast<__m256i*>(p), v); }
   static Float from_int(Int v) { return _mm256_cvtepi32_ps(v); }
   static Float from_bits(Int v) { return _mm256_castsi256_ps(v); }
   static Int bits(Float v) { return _mm256_castps_si256(v); }

@@ -33,9 +33,20 @@ struct V {
     return _mm512_srli_epi32(v, N);
   }
   template <int N>
+  static Int right_of_halves(Int v) {
+    return _mm512_srli_epi16(v, N);
+  }
+  template <int N>
   static Int left(Int v) {
     return _mm512_slli_epi32(v, N);
   }
+  static Int dot(Int sum, Int a, Int b) {  // as in kernels_avx2.cpp
+    sum = _mm512_add_epi32(sum, _mm512_madd_epi16(a, b));
+    asm("" : "+v"(sum));
+    return sum;
+  }
+  static Int nearest(Float v) { return _mm512_cvtps_epi32(v); }
+  static void store_words(void* p, Int v) { _mm512_storeu_si512(p, v); }
   static Float from_int(Int v) { return _mm512_cvtepi32_ps(v); }
   static Float from_bits(Int v) { return _mm512_castsi512_ps(v); }
   static Int bits(Float v) { return _mm512_castps_si512(v); }

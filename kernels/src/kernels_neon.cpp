@@ -35,10 +35,24 @@ struct V {
     return vshrq_n_u32(v, N);
   }
   template <int N>
+  static Int right_of_halves(Int v) {
+    return vreinterpretq_u32_u16(vshrq_n_u16(vreinterpretq_u16_u32(v), N));
+  }
+  template <int N>
   static Int left(Int v) {
     return vshlq_n_u32(v, N);
   }
-  static Float from_int(Int v) { return vcvtq_f32_u32(v); }
+  static Int dot(Int sum, Int a, Int b) {
+    const auto low = [](Int v) { return vreinterpret_s16_u16(vmovn_u32(v)); };
+    const auto high = [](Int v) { return vreinterpret_s16_u16(vshrn_n_u32(v, 16)); };
+    int32x4_t s = vmlal_s16(vreinterpretq_s32_u32(sum), low(a), low(b));
+    return vreinterpretq_u32_s32(vmlal_s16(s, high(a), high(b)));
+  }
+  static Int nearest(Float v) { return vreinterpretq_u32_s32(vcvtnq_s32_f32(v)); }
+  static void store_words(void* p, Int v) {
+    vst1q_u8(static_cast<std::uint8_t*>(p), vreinterpretq_u8_u32(v));
+  }
+  static Float from_int(Int v) { return vcvtq_f32_s32(vreinterpretq_s32_u32(v)); }
   static Float from_bits(Int v) { return vreinterpretq_f32_u32(v); }
   static Int bits(Float v) { return vreinterpretq_u32_f32(v); }
   static Float pow2(Float n) {

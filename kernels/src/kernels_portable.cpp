@@ -40,9 +40,23 @@ struct V {
     return v >> N;
   }
   template <int N>
+  static Int right_of_halves(Int v) {
+    return v >> N & (0xffffu >> N) * 0x10001u;
+  }
+  template <int N>
   static Int left(Int v) {
     return v << N;
   }
+  static Int dot(Int sum, Int a, Int b) {
+    const Signed x = reinterpret_cast<Signed>(a), y = reinterpret_cast<Signed>(b);
+    const Signed low = ((x << 16) >> 16) * ((y << 16) >> 16), high = (x >> 16) * (y >> 16);
+    return sum + reinterpret_cast<Int>(low + high);
+  }
+  static Int nearest(Float v) {
+    const Float shift = set(12582912.0f);  // 1.5 * 2^23: what follows its last place is rounded away
+    return bits(v + shift) - bits(shift);
+  }
+  static void store_words(void* p, Int v) { __builtin_memcpy(p, &v, 16); }
   static Float from_int(Int v) { return __builtin_convertvector(reinterpret_cast<Signed>(v), Float); }
   static Float from_bits(Int v) { return reinterpret_cast<Float>(v); }
   static Int bits(Float v) { return reinterpret_cast<Int>(v); }

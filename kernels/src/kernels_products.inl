@@ -1,14 +1,27 @@
 // Part of kernels.inl: products of a few rows with a repacked matrix.
 
-// Element `E` of each word, as a float times its place value.
+// What the steps of one word multiply and add up: whole numbers for quantised weights, else floats.
+template <Format kFormat>
+constexpr bool kWhole = has_scales(kFormat);
+
+template <Format kFormat>
+inline auto zero() {
+  if constexpr (kWhole<kFormat>) {
+    return V::words(0);
+  } else {
+    return V::set(0.0f);
+  }
+}
+
+// Step `E` of a word's weights: two whole numbers of 16 bits in each lane, or a float.
 template <Format kFormat, int E>
-inline F element(const std::uint8_t* words) {
+inline auto element(const std::uint8_t* words) {
   if constexpr (kFormat == Format::kFloat32) {
     return V::from_bits(V::load_words(words));
   } else if constexpr (kFormat == Format::kBfloat16) {
     const auto word = V::load_words(words);
     if constexpr (E == 0) return V::from_bits(V::template left<16>(word));
-    return V::from_bits(V::keep(word, V::words(0xffff0000u)));
+    if constexpr (E == 1) return V::from_bits(V::keep(word, V::words(0xffff0000u)));
   } else if constexpr (kFormat == Format::kFloat16) {
     auto word = V::load_words(words);
     if constexpr (E == 1) word = V::template right<16>(word);
@@ -17,10 +30,29 @@ inline F element(const std::uint8_t* words) {
     return V::from_bits(V::either(V::bits(V::mul(size, V::set(float_of(0x77800000u)))), sign));
   } else {
     constexpr int kBits = kFormat == Format::kQ4 ? 4 : 8;
-    const auto word = V::load_words(words);
-    // The place value is taken out of the activations, so that only the last element needs a shift.
-    if constexpr (E == 32 / kBits - 1) return V::from_int(V::template right<32 - kBits>(word));
-    return V::from_int(V::keep(word, V::load_words(kBits == 4 ? kMasks4[E] : kMasks8[E % 4])));
+    auto word = V::load_words(words);
+    if constexpr (E == 16 / kBits - 1) return V::template right_of_halves<16 - kBits>(word);
+    if constexpr (E > 0) word = V::template right<kBits * E>(word);
+    return V::keep(word, V::words(kFormat == Format::kQ4 ? 0x000f000fu : 0x00ff00ffu));
+  }
+}
+
+// The activation that belongs to it, in every lane.
+template <Format kFormat>
+inline auto activation(std::uint32_t word) {
+  if constexpr (kWhole<kFormat>) {
+    return V::words(word);
+  } else {
+    return V::from_bits(V::words(word));
+  }
+}
+
+template <Format kFormat, class T>
+inline T multiply_add(T sum, T weight, T input) {
+  if constexpr (kWhole<kFormat>) {
+    return V::dot(sum, weight, input);
+  } else {
+    return V::fma(weight, input, sum);
   }
 }
 
@@ -35,69 +67,72 @@ inline F scale_vector(const std::uint8_t* p, ScaleType type, int at) {
   }
 }
 
+// Rows and vectors have their sums in registers, beside the weights or the activations of one step, and what it needs else.
+template <Format kFormat>
+constexpr bool fits(int rows, int vectors, int kept) {
+  return rows * vectors + kept + (kWhole<kFormat> ? 2 : 1) <= V::kRegisters;
+}
+
 // out[r][0 .. 16 S) = sums of R rows over S strips, which lie `apart` bytes from one another.
 template <Format kFormat, int R, int S>
-inline void strips(const MatrixView& m, const std::uint8_t* words, std::size_t apart, const float* x, const float* sums,
-                   float* out) {
-  constexpr int kElements = elements_per_word(kFormat);
+inline void strips(const MatrixView& m, const std::uint8_t* words, std::size_t apart, const std::uint32_t* x,
+                   const float* sums, float* out) {
+  constexpr int kSteps = steps_per_word(kFormat);
   constexpr int kPart = kStrip / W;  // vectors of a strip
   constexpr int B = S * kPart;
-  const int words_a_group = m.group / kElements, row = m.padded;
+  using T = decltype(zero<kFormat>());
+  const int words_a_group = m.group / elements_per_word(kFormat);
   for (int r = 0; r < R; ++r) {
     for (int b = 0; b < B; ++b) V::store(out + r * kPanel + b * W, V::set(0.0f));
   }
   for (int g = 0; g < m.groups; ++g) {
-    F acc[R][B];
+    T acc[R][B];
     for (int r = 0; r < R; ++r) {
-      for (int b = 0; b < B; ++b) acc[r][b] = V::set(0.0f);
+      for (int b = 0; b < B; ++b) acc[r][b] = zero<kFormat>();
     }
     // The same place a few groups on; behind the strip's end, in the strip that comes S further.
-    const std::uint8_t* ahead = words + kAhead * m.group_bytes + (g + kAhead < m.groups ? 0 : (S - 1) * apart);
-    for (int s = 0; s < S; ++s) {
-      for (std::size_t line = 0; line < m.group_bytes; line += 64) __builtin_prefetch(ahead + s * apart + line);
-    }
-    for (int w = 0; w < words_a_group; ++w, words += 4 * kStrip, x += kElements) {
+    const std::size_t ahead = kAhead * m.group_bytes + (g + kAhead < m.groups ? 0 : (S - 1) * apart);
+    const auto fetch = [&]() __attribute__((always_inline)) {
+#pragma GCC unroll 4
+      for (int s = 0; s < S; ++s) __builtin_prefetch(words + s * apart + ahead);
+    };
+    for (int w = 0; w < words_a_group; ++w, words += 4 * kStrip, x += kSteps * R) {
+      fetch();  // a word of 16 outputs is a line
       const auto step = [&]<int E>() __attribute__((always_inline)) {
         const auto weight = [&](int b) __attribute__((always_inline)) {
           return element<kFormat, E>(words + (b / kPart) * apart + 4 * W * (b % kPart));
         };
-        // Weights stay in registers if there is room for them, else activations.
-        if constexpr (R * B + B < V::kRegisters) {
-          F weights[B];
+        if constexpr (fits<kFormat>(R, B, B)) {
+          T weights[B];
 #pragma GCC unroll 16
           for (int b = 0; b < B; ++b) weights[b] = weight(b);
 #pragma GCC unroll 8
           for (int r = 0; r < R; ++r) {
-            const F activation = V::set(x[r * row + E]);
+            const T input = activation<kFormat>(x[E * R + r]);
 #pragma GCC unroll 16
-            for (int b = 0; b < B; ++b) acc[r][b] = V::fma(weights[b], activation, acc[r][b]);
+            for (int b = 0; b < B; ++b) acc[r][b] = multiply_add<kFormat>(acc[r][b], weights[b], input);
           }
         } else {
-          F activation[R];
+          T inputs[R];
 #pragma GCC unroll 8
-          for (int r = 0; r < R; ++r) activation[r] = V::set(x[r * row + E]);
+          for (int r = 0; r < R; ++r) inputs[r] = activation<kFormat>(x[E * R + r]);
 #pragma GCC unroll 16
           for (int b = 0; b < B; ++b) {
-            const F one = weight(b);
+            const T one = weight(b);
 #pragma GCC unroll 8
-            for (int r = 0; r < R; ++r) acc[r][b] = V::fma(one, activation[r], acc[r][b]);
+            for (int r = 0; r < R; ++r) acc[r][b] = multiply_add<kFormat>(acc[r][b], one, inputs[r]);
           }
         }
       };
       step.template operator()<0>();
-      if constexpr (kElements > 1) step.template operator()<1>();
-      if constexpr (kElements > 2) {
+      if constexpr (kSteps > 1) step.template operator()<1>();
+      if constexpr (kSteps > 2) {
         step.template operator()<2>();
         step.template operator()<3>();
       }
-      if constexpr (kElements > 4) {
-        step.template operator()<4>();
-        step.template operator()<5>();
-        step.template operator()<6>();
-        step.template operator()<7>();
-      }
     }
-    if constexpr (has_scales(kFormat)) {
+    if constexpr (kWhole<kFormat>) {
+      fetch();
       F scale[B], bias[B];
 #pragma GCC unroll 16
       for (int b = 0; b < B; ++b) {
@@ -107,11 +142,12 @@ inline void strips(const MatrixView& m, const std::uint8_t* words, std::size_t a
       }
 #pragma GCC unroll 8
       for (int r = 0; r < R; ++r) {
-        const F sum = V::set(sums[r * m.groups + g]);
+        const F unit = V::set(sums[2 * (g * R + r)]), sum = V::set(sums[2 * (g * R + r) + 1]);
         float* total = out + r * kPanel;
 #pragma GCC unroll 16
         for (int b = 0; b < B; ++b, total += W) {
-          V::store(total, V::fma(bias[b], sum, V::fma(scale[b], acc[r][b], V::load(total))));
+          const F scaled = V::fma(V::mul(scale[b], unit), V::from_int(acc[r][b]), V::load(total));
+          V::store(total, V::fma(bias[b], sum, scaled));
         }
       }
       words += 2 * kStrip * bytes_of(m.scale_type);
@@ -126,20 +162,21 @@ inline void strips(const MatrixView& m, const std::uint8_t* words, std::size_t a
   }
 }
 
-// The most strips that R rows have registers for: their sums, weights or activations, and one more.
+// The most strips that R rows have registers for.
+template <Format kFormat>
 constexpr int most_strips(int rows) {
   for (int s = kPanel / kStrip; s > 1; s /= 2) {
     const int vectors = s * kStrip / W;
-    if (rows * vectors + (rows < vectors ? rows : vectors) + 1 <= V::kRegisters) return s;
+    if (fits<kFormat>(rows, vectors, rows < vectors ? rows : vectors)) return s;
   }
   return 1;
 }
 
 // R rows through `count` strips, 2 or 4.
 template <Format kFormat, int R>
-inline void chunk_product(const MatrixView& m, const std::uint8_t* words, int count, const float* x, const float* sums,
-                          float* out) {
-  constexpr int kMost = most_strips(R);
+inline void chunk_product(const MatrixView& m, const std::uint8_t* words, int count, const std::uint32_t* x,
+                          const float* sums, float* out) {
+  constexpr int kMost = most_strips<kFormat>(R);
   const std::size_t apart = m.strip_bytes;
   if constexpr (kMost == 4) {
     if (count == 4) return strips<kFormat, R, 4>(m, words, apart, x, sums, out);
@@ -149,7 +186,7 @@ inline void chunk_product(const MatrixView& m, const std::uint8_t* words, int co
 }
 
 template <Format kFormat>
-inline void product_of(const MatrixView& m, int panel, int first, int last, int rows, const float* scaled,
+inline void product_of(const MatrixView& m, int panel, int first, int last, int rows, const std::uint32_t* inputs,
                        const float* sums, float* out) {
   const std::uint8_t* data = m.data + static_cast<std::size_t>(panel) * (kPanel / kStrip) * m.strip_bytes;
   const int chunks = chunks_of(rows), end = last / kStrip;
@@ -158,8 +195,8 @@ inline void product_of(const MatrixView& m, int panel, int first, int last, int 
   for (int s = first / kStrip; s < end; s += step) {
     for (int c = 0; c < chunks; ++c) {
       const RowChunk chunk = chunk_of(rows, c);
-      const float* x = scaled + static_cast<std::size_t>(chunk.first) * m.padded;
-      const float* sum = sums + static_cast<std::size_t>(chunk.first) * m.groups;
+      const std::uint32_t* x = inputs + chunk.first * words_of_inputs(m);
+      const float* sum = sums + static_cast<std::size_t>(chunk.first) * 2 * m.groups;
       const std::uint8_t* words = data + s * m.strip_bytes;
       float* to = out + chunk.first * kPanel + s * kStrip;
       switch (chunk.size) {
@@ -185,42 +222,53 @@ inline void product_of(const MatrixView& m, int panel, int first, int last, int 
   }
 }
 
-void product(const MatrixView& m, int panel, int first, int last, int rows, const float* scaled, const float* sums,
-             float* out) {
+void product(const MatrixView& m, int panel, int first, int last, int rows, const std::uint32_t* inputs,
+             const float* sums, float* out) {
   switch (m.format) {
     case Format::kQ4:
-      return product_of<Format::kQ4>(m, panel, first, last, rows, scaled, sums, out);
+      return product_of<Format::kQ4>(m, panel, first, last, rows, inputs, sums, out);
     case Format::kQ8:
-      return product_of<Format::kQ8>(m, panel, first, last, rows, scaled, sums, out);
+      return product_of<Format::kQ8>(m, panel, first, last, rows, inputs, sums, out);
     case Format::kBfloat16:
-      return product_of<Format::kBfloat16>(m, panel, first, last, rows, scaled, sums, out);
+      return product_of<Format::kBfloat16>(m, panel, first, last, rows, inputs, sums, out);
     case Format::kFloat16:
-      return product_of<Format::kFloat16>(m, panel, first, last, rows, scaled, sums, out);
+      return product_of<Format::kFloat16>(m, panel, first, last, rows, inputs, sums, out);
     case Format::kFloat32:
-      return product_of<Format::kFloat32>(m, panel, first, last, rows, scaled, sums, out);
+      return product_of<Format::kFloat32>(m, panel, first, last, rows, inputs, sums, out);
   }
 }
 
-void prepare(const MatrixView& m, const float* x, float* scaled, float* sums) {
+// Whole numbers of one group, and their unit in sums[0] and unit times sum in sums[1]. What is not finite makes both NaN.
+inline void round_group(const float* x, int count, std::uint32_t* whole, float* sums) {
+  F largest = V::set(0.0f), poison = V::set(0.0f), sum = V::set(0.0f);
+  for (int i = 0; i < count; i += W) {
+    const F v = V::load(x + i);
+    largest = V::max(V::from_bits(V::keep(V::bits(v), V::words(0x7fffffffu))), largest);
+    poison = V::fma(v, V::set(0.0f), poison);
+  }
+  const float most = V::largest(largest);
+  const F inverse = V::set(most > kSmallest ? kMostWhole / most : 0.0f);
+  for (int i = 0; i < count; i += W) {
+    const auto n = V::nearest(V::mul(V::load(x + i), inverse));
+    V::store_words(whole + i, n);
+    sum = V::add(sum, V::from_int(n));  // exact: below 2^24
+  }
+  sums[0] = most / kMostWhole + V::sum(poison);
+  sums[1] = sums[0] * V::sum(sum);
+}
+
+void prepare(const MatrixView& m, const float* x, int rows, std::uint32_t* inputs, float* sums) {
   if (!has_scales(m.format)) {
-    for (int i = 0; i < m.k; ++i) scaled[i] = x[i];
-    for (int i = m.k; i < m.padded; ++i) scaled[i] = 0.0f;
+    for (int i = 0; i < m.padded; ++i) __builtin_memcpy(inputs + static_cast<std::size_t>(i) * rows, i < m.k ? x + i : &kZero, 4);
     return;
   }
-  float place[16];
-  const int elements = elements_per_word(m.format);
-  for (int e = 0; e < 16; ++e) {
-    const int bits = e % elements == elements - 1 ? 0 : (e % elements) * (32 / elements);
-    place[e] = float_of(static_cast<std::uint32_t>(127 - bits) << 23);  // 2^-bits
-  }
-  for (int g = 0; g < m.groups; ++g, x += m.group, scaled += m.group) {
-    F sum = V::set(0.0f);
-    for (int i = 0; i < m.group; i += W) {
-      const F v = V::load(x + i);
-      V::store(scaled + i, V::mul(v, V::load(place + i % 16)));
-      sum = V::add(sum, v);
+  std::uint32_t whole[kMostGroup];
+  const int half = steps_per_word(m.format);
+  for (int g = 0; g < m.groups; ++g, x += m.group) {
+    round_group(x, m.group, whole, sums + static_cast<std::size_t>(2 * g) * rows);
+    for (const std::uint32_t* low = whole; low < whole + m.group; low += half) {
+      for (int e = 0; e < half; ++e, ++low, inputs += rows) *inputs = (low[0] & 0xffffu) | low[half] << 16;
     }
-    sums[g] = V::sum(sum);
   }
 }
 

@@ -41,9 +41,9 @@ void gated(const Layer& l, const float* x, int rows, float* inner) {
     const int first = panel * kPanel, count = std::min(n - first, kPanel);
     alignas(64) float out[2][kRowBlock * kPanel];
     const Prepared* p = &prepare_block(gate, phase, block, rows, source);
-    kernels().product(gate, panel, 0, kPanel, height, p->scaled, p->sums, out[0]);
+    kernels().product(gate, panel, 0, kPanel, height, p->inputs, p->sums, out[0]);
     p = &prepare_block(up, phase, block, rows, source);
-    kernels().product(up, panel, 0, kPanel, height, p->scaled, p->sums, out[1]);
+    kernels().product(up, panel, 0, kPanel, height, p->inputs, p->sums, out[1]);
     for (int r = 0; r < height; ++r) {
       float *g = out[0] + r * kPanel, *u = out[1] + r * kPanel;
       put(g, l.gate_bias, first, count, g);

@@ -12,18 +12,19 @@
 namespace mtplx {
 
 // Memory of one thread, kept between phases. Never smaller than asked for; contents are not kept.
+template <class T>
 class Scratch {
  public:
-  float* take(std::size_t floats) {
-    if (size_ < floats) {
-      memory_.reset(new float[floats]);
-      size_ = floats;
+  T* take(std::size_t count) {
+    if (size_ < count) {
+      memory_.reset(new T[count]);
+      size_ = count;
     }
     return memory_.get();
   }
 
  private:
-  std::unique_ptr<float[]> memory_;
+  std::unique_ptr<T[]> memory_;
   std::size_t size_ = 0;
 };
 
@@ -32,8 +33,10 @@ struct Prepared {
   std::uint64_t phase = 0;  // 0: nothing
   int block = -1, group = 0;
   Format format{};
-  float *scaled = nullptr, *sums = nullptr;
-  Scratch memory, raw;
+  std::uint32_t* inputs = nullptr;
+  float* sums = nullptr;
+  Scratch<std::uint32_t> words;
+  Scratch<float> numbers, raw;
 };
 
 inline Prepared& prepared() {
@@ -52,15 +55,18 @@ const Prepared& prepare_block(const MatrixView& m, std::uint64_t phase, int bloc
   Prepared& p = prepared();
   const int group = has_scales(m.format) ? m.group : 0;
   if (p.phase == phase && p.block == block && p.format == m.format && p.group == group) return p;
-  const std::size_t scaled = static_cast<std::size_t>(kRowBlock) * m.padded;
-  p.scaled = p.memory.take(scaled + static_cast<std::size_t>(kRowBlock) * m.groups);
-  p.sums = p.scaled + scaled;
+  const std::size_t words = words_of_inputs(m);
+  p.inputs = p.words.take(kRowBlock * words);
+  p.sums = p.numbers.take(static_cast<std::size_t>(kRowBlock) * 2 * m.groups);
   float* raw = p.raw.take(m.k);
-  const int first = block * kRowBlock, count = std::min(rows - first, kRowBlock);
-  for (int r = 0; r < count; ++r) {
-    source(first + r, raw);
-    kernels().prepare(m, raw, p.scaled + static_cast<std::size_t>(r) * m.padded,
-                      p.sums + static_cast<std::size_t>(r) * m.groups);
+  const int top = block * kRowBlock, height = std::min(rows - top, kRowBlock);
+  for (int c = 0; c < chunks_of(height); ++c) {
+    const RowChunk chunk = chunk_of(height, c);
+    for (int r = 0; r < chunk.size; ++r) {
+      source(top + chunk.first + r, raw);
+      kernels().prepare(m, raw, chunk.size, p.inputs + chunk.first * words + r,
+                        p.sums + static_cast<std::size_t>(chunk.first) * 2 * m.groups + 2 * r);
+    }
   }
   p.phase = phase;
   p.block = block;
@@ -99,7 +105,7 @@ void products(std::initializer_list<const Packed*> matrices, int rows, const Sou
     alignas(64) float out[kRowBlock * kPanel];
     const int top = block * kRowBlock;
     const int height = std::min(rows - top, kRowBlock);
-    kernels().product(m, panel, first, first + count * width, height, p.scaled, p.sums, out);
+    kernels().product(m, panel, first, first + count * width, height, p.inputs, p.sums, out);
     for (int r = 0; r < height; ++r) {
       sink(index, top + r, panel * kPanel + first, outputs, out + r * kPanel + first);
     }

@@ -27,6 +27,10 @@ enum class ScaleType : int { kFloat32 = 0, kFloat16 = 1, kBfloat16 = 2 };
 constexpr int elements_per_word(Format format) {
   return format == Format::kQ4 ? 8 : format == Format::kQ8 ? 4 : format == Format::kFloat32 ? 1 : 2;
 }
+// Quantised weights are multiplied two at a time.
+constexpr int steps_per_word(Format format) {
+  return format == Format::kQ4 ? 4 : format == Format::kFloat32 ? 1 : 2;
+}
 constexpr bool has_scales(Format format) { return format == Format::kQ4 || format == Format::kQ8; }
 constexpr int bytes_of(ScaleType type) { return type == ScaleType::kFloat32 ? 4 : 2; }
 
@@ -56,16 +60,23 @@ struct MatrixView {
   std::size_t group_bytes, strip_bytes;
 };
 
+// Words that a prepared row takes.
+constexpr std::size_t words_of_inputs(const MatrixView& m) {
+  return static_cast<std::size_t>(m.padded / elements_per_word(m.format)) * steps_per_word(m.format);
+}
+
 struct Kernels {
   const char* name;
 
-  // One row as `product` wants it. x: k floats. scaled: `padded` floats, each divided by the place value that its weight
-  // has in its word. sums: one sum for each group.
-  void (*prepare)(const MatrixView& matrix, const float* x, float* scaled, float* sums);
+  // One row of a chunk of `rows` as `product` wants it; the rows of a chunk lie word by word beside one another. x: k
+  // floats. inputs: `words_of_inputs` words. sums, for quantised formats: two for each group.
+  // Quantised weights are multiplied by whole numbers of 16 bits: input i of a group is n_i * unit, with unit = the
+  // group's largest magnitude / 32767 and n_i the nearest whole number. Sums of a group are exact then.
+  void (*prepare)(const MatrixView& matrix, const float* x, int rows, std::uint32_t* inputs, float* sums);
 
   // out[r][j] = sum_i w[64 panel + j][i] x[r][i] for first <= j < last (multiples of 32); out has rows of 64.
-  // 1 <= rows <= kRowBlock. Row r lies at scaled + r * padded and sums + r * groups.
-  void (*product)(const MatrixView& matrix, int panel, int first, int last, int rows, const float* scaled,
+  // 1 <= rows <= kRowBlock, in chunks as `chunk_of` has them.
+  void (*product)(const MatrixView& matrix, int panel, int first, int last, int rows, const std::uint32_t* inputs,
                   const float* sums, float* out);
 
   // y = x / sqrt(mean(x^2) + eps) * weight, weight null for 1.
@@ -92,10 +103,6 @@ struct Kernels {
   // Row `row` of the matrix, dequantised: k floats.
   void (*unpack_row)(const MatrixView& matrix, int row, float* out);
 };
-
-// Bits of element e of a word of 8 or 4, in every lane. In another file than the kernels, so that they load it.
-extern const std::uint32_t kMasks4[8][16];
-extern const std::uint32_t kMasks8[4][16];
 
 // nullptr where this build or this processor does not have the level.
 const Kernels* portable_kernels();

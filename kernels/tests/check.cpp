@@ -164,9 +164,13 @@ void check_layers(int window, const std::string& level) {
   }
   std::vector<float>& other = first[window == 0 ? 0 : 1];
   if (other.empty()) other = expected;
-  float largest = 0.0f;
-  for (std::size_t i = 0; i < other.size(); ++i) largest = std::max(largest, std::fabs(expected[i] - other[i]));
-  expect(largest < 1e-4f, name + ": off the first level by " + std::to_string(largest));
+  float largest = 0.0f, size = 0.0f;
+  for (std::size_t i = 0; i < other.size(); ++i) {
+    largest = std::max(largest, std::fabs(expected[i] - other[i]));
+    size = std::max(size, std::fabs(other[i]));
+  }
+  // A last place more or less can round an activation to the next whole number.
+  expect(largest < 5e-4f * size, name + ": off the first level by " + std::to_string(largest));
 
   x[static_cast<std::size_t>(broken) * hidden + 3] = NAN;
   for (const int step : {300, 8}) {
