@@ -1,4 +1,6 @@
-"""An attached MTP head on the CPU kernels: a draft step is two operations over packed weights.
+"""An attached MTP head on the CPU kernels: a draft step is two calls over packed weights.
+
+Both have computed what they return: waiting for MLX's thread would take as long as the work.
 
 The head's matrices are rounded to ``BITS`` bits when it is attached. That changes what it proposes,
 a little, and nothing else: a draft carries the law that it was drawn from, whatever gave it.
@@ -36,14 +38,13 @@ class FusedHead(AttachedHead):
         """See ``AttachedHead.forward``."""
         if not takes(state[None], [cache]):
             return super().forward(state, tokens, cache)
-        x = self._combine(state[None], tokens[None])
-        return self._stack(x, [cache])[0]
+        return self._stack.head_step(self._combine, state, tokens, cache)
 
     def logits(self, hidden: mx.array) -> mx.array:
         """See ``AttachedHead.logits``."""
         if self._packed_rows is None:
             return super().logits(hidden)
-        return self._packed_rows(hidden)
+        return self._packed_rows.now(hidden) if hidden.ndim == 2 else self._packed_rows(hidden)
 
 
 def fuse(attached: AttachedHead) -> AttachedHead:

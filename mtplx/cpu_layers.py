@@ -22,7 +22,7 @@ from mlx_lm.models import llama, qwen2, qwen3
 from mlx_lm.models.cache import KVCache
 from mlx_lm.models.rope_utils import Llama3RoPE
 
-from .cpu_cache import BankedCache, bank_of
+from .cpu_cache import Bank, BankedCache, bank_of
 from .native import status
 
 __all__ = ["SERVED", "fuse", "is_fused", "plain_weights", "serves", "takes"]
@@ -116,18 +116,35 @@ class Stack:
         self, x: mx.array, caches: Sequence[KVCache], levels: tuple[int, ...] = ()
     ) -> mx.array:
         """Rows (1, R, D) -> (1, R, (1 + len(levels)) D); the caches take the R rows."""
+        rows, offset = x.shape[1], caches[0].offset
+        bank = self._bank(caches, rows)
+        out, bank.array = self._run(levels)(x, offset, bank.array)
+        for cache in caches:
+            cache.offset = offset + rows
+        return out
+
+    def head_step(
+        self, combine: Any, state: mx.array, tokens: mx.array, cache: KVCache
+    ) -> mx.array:
+        """An MTP head's rows through its one layer: state (R, F), tokens (R,) -> (R, D)."""
+        bank = self._bank([cache], len(state))
+        call = self._run(()), state, tokens.tolist(), cache.offset, bank.array
+        out, bank.array = combine.step(*call)
+        cache.offset += len(state)
+        return out
+
+    def _run(self, levels: tuple[int, ...]) -> Any:
         run = self._by_levels.get(levels)
         if run is None:
             native = status().native
             run = native.Layers(self.layers, self.eps, self.norm, levels)
             self._by_levels[levels] = run
-        rows, offset = x.shape[1], caches[0].offset
+        return run
+
+    def _bank(self, caches: Sequence[KVCache], rows: int) -> Bank:
         bank = bank_of(caches, *self._cache_shape)
-        bank.make_room(offset, rows)
-        out, bank.array = run(x, offset, bank.array)
-        for cache in caches:
-            cache.offset = offset + rows
-        return out
+        bank.make_room(caches[0].offset, rows)
+        return bank
 
 
 def _is_plain(cache: Any) -> bool:

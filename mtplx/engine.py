@@ -91,7 +91,7 @@ class Engine:
         drafted = perf_counter()
         try:
             hidden, logits = state.forward([sequence.tokens[-1], *draft.tokens])
-            mx.async_eval(logits)
+            mx.async_eval(logits, [] if hidden is None else hidden)
             if sequence.depth == 0 and sequence.remaining > 1:
                 self._run_ahead(sequence, logits)
             mx.eval(logits)
@@ -110,7 +110,9 @@ class Engine:
         taken = sequence.commit(emitted, verdict.accepted)
         if taken < len(emitted):
             state.rollback(mark, sequence.tokens[start - 1 : start - 1 + taken])
-        known = hidden[:taken] if hidden is not None and sequence.drafter.needs_hidden else None
+        known = hidden if sequence.drafter.needs_hidden else None
+        if known is not None and taken < len(known):
+            known = known[:taken]
         sequence.drafter.observe(emitted[:taken], known)
         sequence.note(emitted[:taken], p_rows)
         shown = sequence.output.kept_tokens() - (start - sequence.prompt_length)

@@ -190,6 +190,43 @@ def test_a_head_drafts_as_its_rounded_weights_do_in_float(first):
     assert np.array_equal(np.array(fused.logits(found)), np.array(plain.logits(found)))
 
 
+def test_a_step_of_a_head_writes_its_own_cache_in_place_and_nobody_else_s():
+    trunk, _ = fused_of("llama", 8)
+    head = new_head(trunk)
+    fused = cpu_head.fuse(attach_head(trunk, head))
+    state = mx.array(np.random.default_rng(0).standard_normal((6, 64)).astype(np.float32))
+    tokens = mx.arange(6)
+    caches = [fused.new_cache() for _ in range(2)]
+    whole = np.array(fused.forward(state, tokens, caches[0]))
+    address = np.asarray(caches[0].bank.array).ctypes.data
+    held, before = caches[0].keys, np.array(caches[0].keys)
+    caches[0].trim(4)
+    fused.forward(-state[2:], tokens[2:], caches[0])  # `held` is a view: this one is a copy
+    assert np.asarray(caches[0].bank.array).ctypes.data != address
+    assert np.array_equal(np.array(held), before, equal_nan=True)
+    address = np.asarray(caches[0].bank.array).ctypes.data
+    caches[0].trim(4)
+    again = np.array(fused.forward(state[2:], tokens[2:], caches[0]))
+    assert np.asarray(caches[0].bank.array).ctypes.data == address
+    one_by_one = [fused.forward(state[i : i + 1], tokens[i : i + 1], caches[1]) for i in range(6)]
+    assert np.array_equal(np.concatenate(one_by_one), whole)
+    assert np.array_equal(again, whole[2:])
+
+
+def test_a_step_of_a_head_refuses_what_does_not_fit():
+    trunk, _ = fused_of("llama", 8)
+    fused = cpu_head.fuse(attach_head(trunk, new_head(trunk)))
+    for state, tokens, message in (
+        (mx.zeros((2, 63)), mx.arange(2), "state"),
+        (mx.zeros((2, 256)), mx.arange(2), "state"),
+        (mx.zeros((2, 64)), mx.arange(3), "one token"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            fused.forward(state, tokens, fused.new_cache())
+    with pytest.raises(ValueError, match="must be"):
+        status().native.Matrix.dense(mx.ones((4, 64))).now(mx.zeros((1, 63)))
+
+
 def test_a_trunk_that_is_not_fused_keeps_its_head_as_it_is():
     _, plain = trunk_of("llama")
     attached = attach_head(plain, new_head(plain))

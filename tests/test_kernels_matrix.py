@@ -66,7 +66,9 @@ def test_quantised_product_is_mlx_s(level, bits, group, dtype):
     matrix = native.Matrix.quantized(*parts)
     for rows in (1, 2, 3, 4, 5, 8, 9, 33):
         x = normal(rows, 256, seed=rows)
-        assert close(matrix(mx.array(x)), rounded(x, group), plain)
+        found = matrix(mx.array(x))
+        assert close(found, rounded(x, group), plain)
+        assert np.array_equal(np.array(matrix.now(mx.array(x))), np.array(found))
 
 
 @pytest.mark.parametrize("dtype", FLOATS)

@@ -74,6 +74,9 @@ void bind_matrix(nb::module_& m) {
           "From MLX's affine packing of 4 or 8 bits in groups of 32, 64 or 128.")
       .def("__call__", [](const Matrix& self, const mx::array& x) { return mtplx::multiply_op(x, self.weights, self.bias); },
            "x"_a, "(..., inputs) -> (..., outputs) float32.")
+      .def("now",
+           [](const Matrix& self, const mx::array& x) { return mtplx::multiply_now(x, self.weights, *self.bias); }, "x"_a,
+           nb::call_guard<nb::gil_scoped_release>(), "(rows, inputs) -> (rows, outputs), computed when it returns.")
       .def("rows", [](const Matrix& self, const mx::array& ids) { return mtplx::look_up_op(self.weights, ids); }, "ids"_a,
            "ids (...) -> (..., inputs) float32, dequantised, without the bias; NaN for an id out of range.")
       .def_prop_ro("shape",
@@ -166,11 +169,15 @@ void bind_head(nb::module_& m) {
             new (self) Head{c};
           },
           "embedding"_a, "fc"_a, "embedding_norm"_a, "hidden_norm"_a, "eps"_a)
-      .def("__call__",
-           [](const Head& self, const mx::array& state, const mx::array& tokens) {
-             return mtplx::combine_op(self.combine, state, tokens);
-           },
-           "state"_a, "tokens"_a, "state (1, R, F), tokens (1, R) -> (1, R, D).");
+      .def(
+          "step",
+          [](const Head& self, const Layers& layers, const mx::array& state, const std::vector<std::int32_t>& tokens,
+             int offset, const mx::array& caches) {
+            return mtplx::step_head(*self.combine, *layers.list, *layers.features, state, tokens, offset, caches);
+          },
+          "layers"_a, "state"_a, "tokens"_a, "offset"_a, "caches"_a, nb::call_guard<nb::gil_scoped_release>(),
+          "state (R, F), tokens (R) -> (R, D), caches: computed when it returns. The caches are written in place where\n"
+          "nothing else holds them.");
 }
 
 }  // namespace

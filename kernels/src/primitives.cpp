@@ -72,6 +72,26 @@ class LookUp : public CpuPrimitive {
   Weights weights_;
 };
 
+// Where the keys and values of each layer are in the array of them all, (layers, 2, kv_heads, room, dim).
+std::vector<CacheView> views(float* caches, const mx::Shape& shape) {
+  const std::size_t block = static_cast<std::size_t>(shape[2]) * shape[3] * shape[4];
+  std::vector<CacheView> out;
+  for (int i = 0; i < shape[0]; ++i) out.push_back({caches + 2 * i * block, caches + (2 * i + 1) * block, shape[3]});
+  return out;
+}
+
+// The rows that are in use; the others hold nothing.
+void copy_rows(const float* from, float* to, const mx::Shape& shape, int offset) {
+  const std::size_t block = static_cast<std::size_t>(shape[3]) * shape[4];
+  for (int i = 0; i < shape[0] * shape[1] * shape[2]; ++i) {
+    std::memcpy(to + i * block, from + i * block, sizeof(float) * offset * shape[4]);
+  }
+}
+
+std::size_t found_size(const LayerList& layers, const Features& features, int rows) {
+  return static_cast<std::size_t>(rows) * layers.front()->hidden() * (1 + features.levels.size());
+}
+
 // The caches go in and out alone: MLX lets an operation of several outputs write none of its inputs in place. What the
 // layers give besides lies in `found` until `Found` takes it.
 class Run : public CpuPrimitive {
@@ -94,21 +114,13 @@ class Run : public CpuPrimitive {
     } else {
       allocate(outputs[0]);
     }
-    const int rows = inputs[0].shape(1), heads = before.shape(2), room = before.shape(3), size = before.shape(4);
     auto& encoder = mx::cpu::get_command_encoder(stream());
-    encoder.dispatch([layers = layers_, features = features_, found = found_, offset = offset_, rows, heads, room, size,
-                      in_place, from = before.data<float>(), to = outputs[0].data<float>(), x = inputs[0].data<float>()] {
-      const std::size_t block = static_cast<std::size_t>(room) * size, parts = 2 * heads * layers->size();
-      for (std::size_t i = 0; !in_place && i < parts; ++i) {  // rows that are in use; the others hold nothing
-        std::memcpy(to + i * block, from + i * block, sizeof(float) * offset * size);
-      }
-      std::vector<CacheView> caches;
-      for (std::size_t i = 0; i < layers->size(); ++i) {
-        float* keys = to + 2 * i * heads * block;
-        caches.push_back({keys, keys + heads * block, room});
-      }
-      found->resize(static_cast<std::size_t>(rows) * layers->front()->hidden() * (1 + features->levels.size()));
-      run(*layers, x, rows, offset, caches, *features, found->data());
+    encoder.dispatch([layers = layers_, features = features_, found = found_, offset = offset_, in_place,
+                      rows = inputs[0].shape(1), shape = before.shape(), from = before.data<float>(),
+                      to = outputs[0].data<float>(), x = inputs[0].data<float>()] {
+      if (!in_place) copy_rows(from, to, shape, offset);
+      found->resize(found_size(*layers, *features, rows));
+      run(*layers, x, rows, offset, views(to, shape), *features, found->data());
     });
   }
 
@@ -137,27 +149,39 @@ class Found : public CpuPrimitive {
   std::shared_ptr<const Vector> found_;
 };
 
-class CombineOp : public CpuPrimitive {
- public:
-  CombineOp(mx::Stream s, std::shared_ptr<const Combine> head) : CpuPrimitive(s), head_(std::move(head)) {}
-  const char* name() const override { return "MtplxCombine"; }
-
-  void eval_cpu(const std::vector<mx::array>& inputs, std::vector<mx::array>& outputs) override {
-    allocate(outputs[0]);
-    auto& encoder = mx::cpu::get_command_encoder(stream());
-    encoder.dispatch([head = head_, rows = inputs[0].shape(1), width = inputs[0].shape(2),
-                      state = inputs[0].data<float>(), tokens = inputs[1].data<std::int32_t>(),
-                      out = outputs[0].data<float>()] { combine(*head, state, width, tokens, rows, out); });
-  }
-
- private:
-  std::shared_ptr<const Combine> head_;
-};
-
 mx::array ready(const mx::array& a) {
   mx::array out = mx::contiguous(a, false, cpu_stream());
   out.eval();
   return out;
+}
+
+// The same without an operation where there is nothing to do: one takes longer than a small product.
+mx::array at_hand(const mx::array& a) {
+  mx::array out = a.dtype() == mx::float32 ? a : mx::astype(a, mx::float32, cpu_stream());
+  out.eval();
+  return out.flags().row_contiguous ? out : ready(out);
+}
+
+void check_caches(const LayerList& layers, int rows, int offset, const mx::array& caches) {
+  const Layer& first = *layers.front();
+  for (const auto& layer : layers) {
+    if (layer->hidden() != first.hidden() || layer->kv_heads != first.kv_heads || layer->dim != first.dim) {
+      refuse("the layers differ in their sizes");
+    }
+  }
+  const auto fits = [&](int axis, int size) { return caches.shape(axis) == size; };
+  if (caches.ndim() != 5 || !fits(0, static_cast<int>(layers.size())) || !fits(1, 2) || !fits(2, first.kv_heads) ||
+      !fits(4, first.dim) || caches.dtype() != mx::float32) {
+    refuse("the caches do not fit the layers");
+  }
+  if (offset < 0 || caches.shape(3) - offset < rows) refuse("the caches have no room for the rows");
+}
+
+void check_state(const Combine& head, const mx::array& state) {
+  const int size = head.embedding->view().k;
+  const int most = static_cast<int>(head.fc.size()) - 1;  // blocks of the state that fc has columns for
+  const int width = state.ndim() == 0 ? 0 : state.shape(-1);
+  if (width % size != 0 || width < size || width / size > most) refuse("the state does not fit the head");
 }
 
 ScaleType scale_type(mx::Dtype type) {
@@ -234,23 +258,12 @@ mx::array look_up_op(const Weights& weights, const mx::array& ids) {
 std::pair<mx::array, mx::array> run_op(const std::shared_ptr<const LayerList>& layers,
                                        const std::shared_ptr<const Features>& features, const mx::array& x, int offset,
                                        const mx::array& caches) {
-  const Layer& first = *layers->front();
-  const int hidden = first.hidden(), count = static_cast<int>(layers->size());
+  const int hidden = layers->front()->hidden();
   if (x.ndim() != 3 || x.shape(0) != 1 || x.shape(2) != hidden) {
     refuse("x must be (1, rows, " + std::to_string(hidden) + ")");
   }
-  for (const auto& layer : *layers) {
-    if (layer->hidden() != hidden || layer->kv_heads != first.kv_heads || layer->dim != first.dim) {
-      refuse("the layers differ in their sizes");
-    }
-  }
   const int rows = x.shape(1);
-  const auto fits = [&](int axis, int size) { return caches.shape(axis) == size; };
-  if (caches.ndim() != 5 || !fits(0, count) || !fits(1, 2) || !fits(2, first.kv_heads) || !fits(4, first.dim) ||
-      caches.dtype() != mx::float32) {
-    refuse("the caches do not fit the layers");
-  }
-  if (offset < 0 || caches.shape(3) - offset < rows) refuse("the caches have no room for the rows");
+  check_caches(*layers, rows, offset, caches);
   const mx::Shape out_shape{1, rows, hidden * static_cast<int>(1 + features->levels.size())};
   const auto found = std::make_shared<Vector>();
   const auto primitive = std::make_shared<Run>(cpu_stream(), layers, features, offset, found);
@@ -258,19 +271,39 @@ std::pair<mx::array, mx::array> run_op(const std::shared_ptr<const LayerList>& l
   return {mx::array(out_shape, mx::float32, std::make_shared<Found>(cpu_stream(), found), {after}), after};
 }
 
-mx::array combine_op(const std::shared_ptr<const Combine>& head, const mx::array& state, const mx::array& tokens) {
-  const int size = head->embedding->view().k;
-  const int most = static_cast<int>(head->fc.size()) - 1;  // blocks of the state that fc has columns for
-  if (state.ndim() != 3 || state.shape(0) != 1 || state.shape(2) % size != 0 || state.shape(2) < size ||
-      state.shape(2) / size > most) {
-    refuse("the state does not fit the head");
+std::pair<mx::array, mx::array> step_head(const Combine& head, const LayerList& layers, const Features& features,
+                                          const mx::array& state, const std::vector<std::int32_t>& tokens, int offset,
+                                          const mx::array& caches) {
+  check_state(head, state);
+  const int rows = static_cast<int>(tokens.size()), size = head.embedding->view().k;
+  if (state.ndim() != 2 || state.shape(0) != rows) refuse("one token a row of the state is needed");
+  if (layers.front()->hidden() != size) refuse("the layers do not fit the head");
+  check_caches(layers, rows, offset, caches);
+  const mx::array from = at_hand(state);
+  mx::array(caches).eval();
+  const bool in_place = caches.is_donatable() && caches.flags().row_contiguous;
+  mx::array after = in_place ? caches : mx::array(caches.shape(), mx::float32, nullptr, {});
+  if (!in_place) {
+    const mx::array before = at_hand(caches);
+    after.set_data(mx::allocator::malloc(after.nbytes()));
+    after.set_status(mx::array::Status::available);
+    copy_rows(before.data<float>(), after.data<float>(), after.shape(), offset);
   }
-  if (tokens.ndim() != 2 || tokens.shape(0) != 1 || tokens.shape(1) != state.shape(1)) {
-    refuse("one token a row of the state is needed");
+  Vector x(static_cast<std::size_t>(rows) * size), found(found_size(layers, features, rows));
+  combine(head, from.data<float>(), from.shape(1), tokens.data(), rows, x.data());
+  run(layers, x.data(), rows, offset, views(after.data<float>(), after.shape()), features, found.data());
+  return {mx::array(found.data(), {rows, static_cast<int>(found.size()) / rows}, mx::float32), after};
+}
+
+mx::array multiply_now(const mx::array& x, const Weights& weights, const Vector& bias) {
+  const int n = weights->view().n;
+  if (x.ndim() != 2 || x.shape(1) != weights->view().k) {
+    refuse("x must be (rows, " + std::to_string(weights->view().k) + ")");
   }
-  const auto s = cpu_stream();
-  return mx::array(mx::Shape{1, state.shape(1), size}, mx::float32, std::make_shared<CombineOp>(s, head),
-                   {plain(state, mx::float32), plain(tokens, mx::int32)});
+  const mx::array from = at_hand(x);
+  Vector out(static_cast<std::size_t>(x.shape(0)) * n);
+  multiply(*weights, bias, from.data<float>(), x.shape(0), out.data());
+  return mx::array(out.data(), {x.shape(0), n}, mx::float32);
 }
 
 }  // namespace mtplx

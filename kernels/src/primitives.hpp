@@ -35,7 +35,13 @@ std::pair<mx::array, mx::array> run_op(const std::shared_ptr<const LayerList>& l
                                        const std::shared_ptr<const Features>& features, const mx::array& x, int offset,
                                        const mx::array& caches);
 
-// state (1, R, F), tokens (1, R) -> (1, R, D).
-mx::array combine_op(const std::shared_ptr<const Combine>& head, const mx::array& state, const mx::array& tokens);
+// A head's step on the calling thread, at once: a step is so small that MLX's way to its thread and back would take as
+// long. state (R, F), tokens (R), caches as in `run_op` -> (R, D) and the caches.
+std::pair<mx::array, mx::array> step_head(const Combine& head, const LayerList& layers, const Features& features,
+                                          const mx::array& state, const std::vector<std::int32_t>& tokens, int offset,
+                                          const mx::array& caches);
+
+// `multiply_op` in the same way: x (R, k) -> (R, n).
+mx::array multiply_now(const mx::array& x, const Weights& weights, const Vector& bias);
 
 }  // namespace mtplx

@@ -106,17 +106,21 @@ class MTPDrafter:
     def _feed_committed(self) -> None:
         """Write the rows that are new; none are if a proposal is asked for twice."""
         while self._pending:
-            rows = mx.concatenate(self._pending)
-            part, rest = rows[:_CHUNK], rows[_CHUNK:]
+            # An operation on a few rows takes as long as a part of the head's step: none in vain.
+            part, rest = self._pending[0], self._pending[1:]
+            if rest:
+                part, rest = mx.concatenate(self._pending), []
+            if len(part) > _CHUNK:
+                part, rest = part[:_CHUNK], [part[_CHUNK:]]
             start = self.rows
-            follow = self.tokens[start + 1 : start + 1 + part.shape[0]]
+            follow = self.tokens[start + 1 : start + 1 + len(part)]
             try:
-                out = self.attached.forward(part, mx.array(np.array(follow)), self.cache)
+                out = self.attached.forward(part, mx.array(follow), self.cache)
                 mx.eval(out)  # and with it what it was computed from: the cache's rows
             except BaseException:
                 self.cache.trim(self.rows - start)
                 raise
-            self._pending, self._last = [rest] if rest.shape[0] else [], out[-1:]
+            self._pending, self._last = rest, out if len(out) == 1 else out[-1:]
 
 
 def _law(
