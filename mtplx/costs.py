@@ -36,7 +36,7 @@ from .sequence import History
 from .state import State
 
 ROWS = (*range(1, 10), 13)
-PASSES = 16
+PASSES = 40
 _TEXT = "Every evening the keeper climbed the steps, lit the great lamp, and watched the boats. "
 _CONTEXT = 128
 # The head is timed over one draft and over this many: the difference is pure steps.

@@ -77,7 +77,7 @@ DEFAULT_COSTS = Costs(
 )
 # The same model, machine and head on the CPU kernels, which are bound by multiply-adds.
 KERNEL_COSTS = Costs(
-    (1.0, 1.16, 1.42, 1.63, 1.99, 2.31, 2.72, 3.0, 3.44, 3.78, 4.12, 4.46, 4.8), 0.1
+    (1.0, 1.16, 1.42, 1.63, 1.99, 2.31, 2.72, 3.0, 3.44, 3.78, 4.12, 4.46, 4.8), 0.07
 )
 
 
