@@ -268,6 +268,8 @@ def tune(
                     "forward": relative.forward,
                     "draft_seconds": found.draft,
                     "draft": relative.draft,
+                    "start_seconds": found.start,
+                    "start": relative.start,
                     "stored": str(path),
                 }
             )

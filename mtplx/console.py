@@ -151,6 +151,7 @@ def print_costs(costs: Costs, rows: Sequence[int], path: Path) -> None:
     pairs = [(f"forward, rows: {n}", costs.forward[n - 1], relative.forward[n - 1]) for n in rows]
     if costs.draft:
         pairs.append(("a draft of the head", costs.draft, relative.draft))
+        pairs.append(("a round's first one, besides", costs.start, relative.start))
     table = [[name, f"{1e3 * seconds:.2f}", f"{ratio:.2f}"] for name, seconds, ratio in pairs]
     print_table("mtplx tune", ["what", "ms", "against 1 row"], table)
     print(f"stored in {path}; --depth auto chooses by it")

@@ -41,7 +41,7 @@ _TEXT = "Every evening the keeper climbed the steps, lit the great lamp, and wat
 _CONTEXT = 128
 # The head is timed over one draft and over this many: the difference is pure steps.
 _DRAFTS = 5
-_FIELDS = {"key", "forward", "draft"}
+_FIELDS = {"key", "forward", "draft", "start"}
 
 
 # --- measuring --------------------------------------------------------------------------------
@@ -62,13 +62,13 @@ def measure(bundle: Bundle, progress: Callable[[], None] = lambda: None) -> Cost
             column.append(call())
     found = [median(column[1:]) for column in seconds]
     forward = np.interp(range(1, ROWS[-1] + 1), ROWS, found[: len(ROWS)])
-    draft = 0.0
-    if bundle.attached is not None:
-        one, several = found[len(ROWS) :]
-        draft = (several - one) / (_DRAFTS - 1)
-        if draft <= 0:
-            raise MtplxError("a draft took no time at all: the machine is too busy, run it again")
-    return Costs(tuple(forward.tolist()), draft)
+    if bundle.attached is None:
+        return Costs(tuple(forward.tolist()))
+    one, several = found[len(ROWS) :]
+    draft = (several - one) / (_DRAFTS - 1)
+    if draft <= 0:
+        raise MtplxError("a draft took no time at all: the machine is too busy, run it again")
+    return Costs(tuple(forward.tolist()), draft, max(one - draft, 0.0))
 
 
 def _context(bundle: Bundle) -> list[int]:
@@ -101,17 +101,23 @@ def _forwards(bundle: Bundle, ids: list[int]) -> list[Callable[[], float]]:
 
 
 def _drafting(head: AttachedHead, ids: list[int]) -> list[Callable[[], float]]:
-    """Time proposals of one draft and of ``_DRAFTS``."""
+    """Time proposals of one draft and of ``_DRAFTS``, each after a forward and a new row."""
     drafter, history, draws = MTPDrafter(head), History(SamplerConfig(), ids), Draws(0)
+    state = State(head.family)
     drafter.observe(ids, None)
-    for hidden in State(head.family).prefill(ids[:-1]):
+    for hidden in state.prefill(ids[:-1]):
         drafter.observe([], hidden)
     proposal = Proposal(
         history.draft_law, lambda i, q: draws.draft(len(ids), i, q), head.family.vocab_size
     )
 
     def timed(depth: int) -> float:
+        mark = state.mark(1)
+        hidden, logits = state.forward(ids[-1:])
+        mx.eval(hidden, logits)
+        state.rollback(mark, [])
         begin = perf_counter()
+        drafter.observe(ids[:1], hidden)
         drafter.propose(depth, proposal)
         return perf_counter() - begin
 
@@ -131,7 +137,7 @@ def in_force(bundle: Bundle) -> tuple[Costs, dict[str, Any]]:
     default = KERNEL_COSTS if is_fused(bundle.trunk) else DEFAULT_COSTS
     costs = (found or default).relative()
     source = "default" if found is None else "tuned"
-    return costs, {"from": source, "forward": costs.forward, "draft": costs.draft, **note}
+    return costs, {"from": source, **_numbers(costs), **note}
 
 
 def stored(bundle: Bundle) -> Costs | None:
@@ -141,7 +147,7 @@ def stored(bundle: Bundle) -> Costs | None:
     """
     entries = _read(_path())
     entry = entries and entries.get(_digest(_key(bundle)))
-    return Costs(tuple(entry["forward"]), entry["draft"]) if entry else None
+    return _costs(entry) if entry else None
 
 
 def store(bundle: Bundle, costs: Costs) -> Path:
@@ -151,7 +157,7 @@ def store(bundle: Bundle, costs: Costs) -> Path:
         entries = _read(path)
     except MtplxError:
         entries = {}
-    entries[_digest(key)] = {"key": key, "forward": costs.forward, "draft": costs.draft}
+    entries[_digest(key)] = {"key": key, **_numbers(costs)}
     path.parent.mkdir(parents=True, exist_ok=True)
     with replacing(path) as new:
         new.write_text(json.dumps(entries, indent=1))
@@ -171,7 +177,7 @@ def _read(path: Path) -> dict[str, Any]:
         for digest, entry in entries.items():
             if entry.keys() != _FIELDS or _digest(entry["key"]) != digest:
                 raise ValueError(f"an entry has the fields {sorted(entry)}")
-            Costs(tuple(entry["forward"]), entry["draft"])
+            _costs(entry)
     except FileNotFoundError:
         return {}
     except (OSError, ValueError, TypeError, AttributeError, RecursionError) as e:
@@ -180,6 +186,14 @@ def _read(path: Path) -> dict[str, Any]:
             " writes it anew"
         ) from e
     return entries
+
+
+def _numbers(costs: Costs) -> dict[str, Any]:
+    return {"forward": costs.forward, "draft": costs.draft, "start": costs.start}
+
+
+def _costs(entry: dict[str, Any]) -> Costs:
+    return Costs(tuple(entry["forward"]), entry["draft"], entry["start"])
 
 
 def _digest(key: Any) -> str:

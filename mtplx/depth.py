@@ -42,22 +42,27 @@ class Costs:
 
     forward: the trunk over 1, 2, ... rows and their laws; beyond its end, on along the line from
     the first to the last.  draft: one step of the head, its law and the draw; 0 without a head.
+    start: what the first draft of a round costs more: committed rows to feed, and the head's
+    weights, which the trunk's have driven out of the caches.
     """
 
     forward: tuple[float, ...]
     draft: float = 0.0
+    start: float = 0.0
 
     def __post_init__(self) -> None:
         """Check that these are costs."""
         if not self.forward or not all(isfinite(c) and c > 0 for c in self.forward):
             raise ValueError(f"costs of a forward are positive numbers, not {self.forward}")
-        if not (isfinite(self.draft) and self.draft >= 0):
-            raise ValueError(f"the cost of a draft is a number >= 0, not {self.draft}")
+        for cost in (self.draft, self.start):
+            if not (isfinite(cost) and cost >= 0):
+                raise ValueError(f"the cost of a draft is a number >= 0, not {cost}")
 
     def relative(self) -> Costs:
         """The same in units of a forward over one row, to four decimals."""
-        one = self.forward[0]
-        return Costs(tuple(round(c / one, 4) for c in self.forward), round(self.draft / one, 4))
+        forward, *rest = self.forward, self.draft, self.start
+        one = forward[0]
+        return Costs(tuple(round(c / one, 4) for c in forward), *(round(c / one, 4) for c in rest))
 
     def copying(self, drafts: int) -> float:
         """A round that verifies so many drafts which cost nothing to make."""
@@ -67,7 +72,7 @@ class Costs:
 
     def drafting(self, drafts: int) -> float:
         """A round of so many drafts of the head."""
-        return self.copying(drafts) + drafts * self.draft
+        return self.copying(drafts) + drafts * self.draft + (self.start if drafts else 0.0)
 
 
 # Where nothing has been measured: what `mtplx tune` found for SmolLM2-135M in float32 and its head
@@ -77,7 +82,7 @@ DEFAULT_COSTS = Costs(
 )
 # The same model, machine and head on the CPU kernels, which are bound by multiply-adds.
 KERNEL_COSTS = Costs(
-    (1.0, 1.16, 1.42, 1.63, 1.99, 2.31, 2.72, 3.0, 3.44, 3.78, 4.12, 4.46, 4.8), 0.07
+    (1.0, 1.16, 1.42, 1.63, 1.99, 2.31, 2.72, 3.0, 3.44, 3.78, 4.12, 4.46, 4.8), 0.07, 0.08
 )
 
 

@@ -17,7 +17,7 @@ from mtplx.cpu_layers import is_fused
 from mtplx.depth import DEFAULT_COSTS, KERNEL_COSTS, Costs
 from mtplx.errors import MtplxError
 
-SOME = Costs((0.01, 0.012, 0.014), 0.001)
+SOME = Costs((0.01, 0.012, 0.014), 0.001, 0.002)
 
 
 @pytest.fixture(scope="module")
@@ -46,6 +46,7 @@ def test_measuring_leaves_nothing_out(bare, form, monkeypatch):
     assert len(found.forward) == costs.ROWS[-1]
     assert min(found.forward) > 0
     assert found.draft >= 0
+    assert found.start >= 0
     assert found.forward[9] == pytest.approx(found.forward[8] * 0.75 + found.forward[12] * 0.25)
 
 
@@ -73,8 +74,8 @@ def test_what_is_stored_is_found_again(headed, bare, file):
     assert (costs.stored(headed), costs.stored(bare)) == (SOME, Costs((3.0,)))
     assert [path.name for path in file.parent.iterdir()] == ["costs.json"]
     known, told = costs.in_force(headed)
-    assert known == Costs((1.0, 1.2, 1.4), 0.1)
-    assert told == {"from": "tuned", "forward": (1.0, 1.2, 1.4), "draft": 0.1}
+    assert known == Costs((1.0, 1.2, 1.4), 0.1, 0.2)
+    assert told == {"from": "tuned", "forward": (1.0, 1.2, 1.4), "draft": 0.1, "start": 0.2}
 
 
 def test_another_form_machine_or_version_has_costs_of_its_own(bare, file, monkeypatch):
@@ -105,6 +106,7 @@ def broken(entries):
         "words": json.dumps({digest: {**entry, "forward": ["1"]}}),
         "one number": json.dumps({digest: {**entry, "forward": 1.0}}),
         "not a number": json.dumps({digest: {**entry, "draft": float("nan")}}),
+        "a start below 0": json.dumps({digest: {**entry, "start": -1.0}}),
         "negative": json.dumps({digest: {**entry, "forward": [1.0, -1.0]}}),
         "nothing": json.dumps({digest: {**entry, "forward": []}}),
         "deep": "[" * 100_000,
@@ -139,7 +141,8 @@ def test_a_run_says_by_which_costs_it_chose(headed, file):
     assert stats.costs["forward"] == default(headed).forward
     costs.store(headed, SOME)
     stats = mtplx.generate(headed, [5, 6], **options).stats
-    assert stats.to_dict()["costs"] == {"from": "tuned", "forward": (1, 1.2, 1.4), "draft": 0.1}
+    tuned = {"from": "tuned", "forward": (1, 1.2, 1.4), "draft": 0.1, "start": 0.2}
+    assert stats.to_dict()["costs"] == tuned
     json.dumps(stats.to_dict())
     assert mtplx.generate(headed, [5, 6], depth=2, **options).stats.costs is None
     assert mtplx.generate(headed, [5, 6], draft="none", **options).stats.costs is None

@@ -22,6 +22,7 @@ SMOOTH = Costs(
 FLAT = Costs((1.0, 1.02, 1.04), 0.01)
 STEEP = Costs((1.0, 1.9, 2.8), 0.3)
 # A second row is dear, more of them are free: no single draft pays, several do.
+STARTED = Costs((1.0, 1.15, 1.4, 1.6, 1.95), 0.07, 0.2)
 STEP = Costs((1.0, 1.6, 1.6, 1.6, 1.6, 1.6, 1.6, 1.6, 1.6), 0.02)
 
 
@@ -52,6 +53,10 @@ def test_costs_by_hand():
     assert [costs.copying(n) for n in (0, 1, 2, 3, 5)] == [2.0, 3.0, 4.0, 5.0, 7.0]
     assert [costs.drafting(n) for n in (0, 1, 4)] == [2.0, 3.5, 8.0]
     assert costs.relative() == Costs((1.0, 1.5, 2.0), 0.25)
+    started = Costs((2.0, 3.0, 4.0), 0.5, 0.3)
+    assert [started.drafting(n) for n in (0, 1, 4)] == [2.0, 3.8, 8.3]
+    assert [started.copying(n) for n in (0, 1)] == [2.0, 3.0]
+    assert started.relative() == Costs((1.0, 1.5, 2.0), 0.25, 0.15)
     assert Costs((3.0,)).copying(7) == 3.0
     assert Costs((3.0, 2.0)).copying(7) == 2.0, "noise never makes more rows cheaper and cheaper"
 
@@ -81,13 +86,13 @@ def test_the_best_depth_is_that_of_brute_force():
     for _ in range(300):
         acceptance = generator.random(generator.integers(0, 12)).tolist()
         forward = tuple(1.0 + np.cumsum(generator.random(9) * 0.3))
-        costs = Costs(forward, generator.random() * 0.2)
+        costs = Costs(forward, generator.random() * 0.2, generator.random() * 0.2)
         for cost in (costs.drafting, costs.copying):
             rate, depth = brute_force(acceptance, cost)
             assert best(acceptance, cost) == (pytest.approx(rate), depth)
 
 
-@pytest.mark.parametrize("costs", [SMOOTH, FLAT, STEEP, STEP, DEFAULT_COSTS])
+@pytest.mark.parametrize("costs", [SMOOTH, FLAT, STEEP, STARTED, STEP, DEFAULT_COSTS])
 @pytest.mark.parametrize(
     "table", [(0.9, 0.85, 0.8, 0.8), (0.6, 0.55, 0.5, 0.5), (0.75,) * 4, (0.2,) * 4, (0.95,) * 4]
 )
