@@ -19,7 +19,7 @@ import mlx.core as mx
 import numpy as np
 from mlx.utils import tree_flatten
 
-from . import __version__
+from . import __version__, native
 from .cpu_layers import is_fused
 from .depth import DEFAULT_COSTS, KERNEL_COSTS, Costs
 from .drafters import MTPDrafter, Proposal
@@ -212,7 +212,7 @@ def _key(bundle: Bundle) -> dict[str, Any]:
         "head": _shapes(bundle.head),
         "device": [str(mx.default_device()), str(mx.device_info().get("device_name"))],
         "machine": machine(),
-        "mtplx": __version__,
+        "mtplx": [__version__, native.VERSION],
     }
 
 

@@ -6,7 +6,8 @@ one operation. A row's result is then bitwise the same in any company: 1 row or 
 room in the cache. What the operation does not do (several sequences, other caches or masks) goes
 mlx-lm's own way over the same matrices, decided by the shapes of each call.
 
-The kernels are float32 with float32 caches and have no gradient.
+The kernels give float32 and keep float32 caches; over quantised weights they round activations to
+whole numbers of 16 bits a group. They have no gradient.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from doubles import GREEDY
 
 import mtplx
 import mtplx.console
-from mtplx import costs
+from mtplx import costs, native
 from mtplx.cpu_layers import is_fused
 from mtplx.depth import DEFAULT_COSTS, KERNEL_COSTS, Costs
 from mtplx.errors import MtplxError
@@ -82,9 +82,13 @@ def test_another_form_machine_or_version_has_costs_of_its_own(bare, file, monkey
     costs.store(bare, SOME)
     other = replace(bare, provenance=replace(bare.provenance, runs="packed"))
     assert costs.stored(other) is None
-    for name, value in (("machine", lambda: {"cores": "1"}), ("__version__", "0")):
+    for owner, name, value in (
+        (costs, "machine", lambda: {"cores": "1"}),
+        (costs, "__version__", "0"),
+        (native, "VERSION", "0"),
+    ):
         with monkeypatch.context() as patch:
-            patch.setattr(costs, name, value)
+            patch.setattr(owner, name, value)
             assert costs.stored(bare) is None
     weights = bare.provenance.files[0]
     weights.touch()

@@ -223,8 +223,22 @@ def test_a_step_of_a_head_refuses_what_does_not_fit():
     ):
         with pytest.raises(ValueError, match=message):
             fused.forward(state, tokens, fused.new_cache())
+    matrix = status().native.Matrix.dense(mx.ones((4, 64)))
     with pytest.raises(ValueError, match="must be"):
-        status().native.Matrix.dense(mx.ones((4, 64))).now(mx.zeros((1, 63)))
+        matrix.now(mx.zeros((1, 63)))
+    for result in (matrix.now, lambda x: fused.forward(x, mx.arange(2), fused.new_cache())):
+        with pytest.raises(ValueError, match="gradient"):  # not one of zeros
+            mx.grad(lambda x, result=result: result(x).sum())(mx.zeros((2, 64)))
+
+
+def test_a_step_of_a_head_over_no_rows_gives_none():
+    trunk, _ = fused_of("llama", 8)
+    fused = cpu_head.fuse(attach_head(trunk, new_head(trunk)))
+    cache = fused.new_cache()
+    fused.forward(mx.zeros((2, 64)), mx.arange(2), cache)
+    run = native.Layers(fused._stack.layers, 1e-5)
+    out, _ = fused._combine.step(run, mx.zeros((0, 64)), [], 2, cache.bank.array)
+    assert out.shape == (0, 64)
 
 
 def test_a_trunk_that_is_not_fused_keeps_its_head_as_it_is():

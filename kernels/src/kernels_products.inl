@@ -67,7 +67,7 @@ inline F scale_vector(const std::uint8_t* p, ScaleType type, int at) {
   }
 }
 
-// Rows and vectors have their sums in registers, beside the weights or the activations of one step, and what it needs else.
+// Rows and vectors have their sums in registers, beside one step's weights or activations and what else it needs.
 template <Format kFormat>
 constexpr bool fits(int rows, int vectors, int kept) {
   return rows * vectors + kept + (kWhole<kFormat> ? 2 : 1) <= V::kRegisters;
@@ -238,7 +238,7 @@ void product(const MatrixView& m, int panel, int first, int last, int rows, cons
   }
 }
 
-// Whole numbers of one group, and their unit in sums[0] and unit times sum in sums[1]. What is not finite makes both NaN.
+// Whole numbers of one group, their unit in sums[0], and unit times sum in sums[1]; both NaN if a number is not finite.
 inline void round_group(const float* x, int count, std::uint32_t* whole, float* sums) {
   F largest = V::set(0.0f), poison = V::set(0.0f), sum = V::set(0.0f);
   for (int i = 0; i < count; i += W) {
@@ -259,7 +259,7 @@ inline void round_group(const float* x, int count, std::uint32_t* whole, float* 
 
 void prepare(const MatrixView& m, const float* x, int rows, std::uint32_t* inputs, float* sums) {
   if (!has_scales(m.format)) {
-    for (int i = 0; i < m.padded; ++i) __builtin_memcpy(inputs + static_cast<std::size_t>(i) * rows, i < m.k ? x + i : &kZero, 4);
+    for (int i = 0; i < m.padded; ++i, inputs += rows) __builtin_memcpy(inputs, i < m.k ? x + i : &kZero, 4);
     return;
   }
   std::uint32_t whole[kMostGroup];

@@ -157,6 +157,7 @@ mx::array ready(const mx::array& a) {
 
 // The same without an operation where there is nothing to do: one takes longer than a small product.
 mx::array at_hand(const mx::array& a) {
+  if (a.is_tracer()) refuse("what is computed at once has no gradient");
   mx::array out = a.dtype() == mx::float32 ? a : mx::astype(a, mx::float32, cpu_stream());
   out.eval();
   return out.flags().row_contiguous ? out : ready(out);
@@ -276,6 +277,7 @@ std::pair<mx::array, mx::array> step_head(const Combine& head, const LayerList& 
                                           const mx::array& caches) {
   check_state(head, state);
   const int rows = static_cast<int>(tokens.size()), size = head.embedding->view().k;
+  const int width = static_cast<int>(found_size(layers, features, 1));
   if (state.ndim() != 2 || state.shape(0) != rows) refuse("one token a row of the state is needed");
   if (layers.front()->hidden() != size) refuse("the layers do not fit the head");
   check_caches(layers, rows, offset, caches);
@@ -289,10 +291,10 @@ std::pair<mx::array, mx::array> step_head(const Combine& head, const LayerList& 
     after.set_status(mx::array::Status::available);
     copy_rows(before.data<float>(), after.data<float>(), after.shape(), offset);
   }
-  Vector x(static_cast<std::size_t>(rows) * size), found(found_size(layers, features, rows));
+  Vector x(static_cast<std::size_t>(rows) * size), found(static_cast<std::size_t>(rows) * width);
   combine(head, from.data<float>(), from.shape(1), tokens.data(), rows, x.data());
   run(layers, x.data(), rows, offset, views(after.data<float>(), after.shape()), features, found.data());
-  return {mx::array(found.data(), {rows, static_cast<int>(found.size()) / rows}, mx::float32), after};
+  return {mx::array(found.data(), {rows, width}, mx::float32), after};
 }
 
 mx::array multiply_now(const mx::array& x, const Weights& weights, const Vector& bias) {

@@ -36,7 +36,8 @@ std::pair<mx::array, mx::array> run_op(const std::shared_ptr<const LayerList>& l
                                        const mx::array& caches);
 
 // A head's step on the calling thread, at once: a step is so small that MLX's way to its thread and back would take as
-// long. state (R, F), tokens (R), caches as in `run_op` -> (R, D) and the caches.
+// long. state (R, F), tokens (R), caches as in `run_op` -> (R, D) and the caches: in place where no other array holds
+// their memory. Whoever holds this very array sees it change.
 std::pair<mx::array, mx::array> step_head(const Combine& head, const LayerList& layers, const Features& features,
                                           const mx::array& state, const std::vector<std::int32_t>& tokens, int offset,
                                           const mx::array& caches);
