@@ -80,7 +80,7 @@ class Costs:
 DEFAULT_COSTS = Costs(
     (1.0, 1.02, 1.25, 1.02, 1.27, 1.28, 1.49, 1.37, 1.6, 1.65, 1.71, 1.76, 1.81), 0.11
 )
-# The same model, machine and head on the CPU kernels, which are bound by multiply-adds.
+# The same model, machine and head on the CPU kernels, where each row more is arithmetic.
 KERNEL_COSTS = Costs(
     (1.0, 1.16, 1.42, 1.63, 1.99, 2.31, 2.72, 3.0, 3.44, 3.78, 4.12, 4.46, 4.8), 0.07, 0.08
 )
