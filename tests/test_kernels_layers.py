@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import subprocess
+import sys
 from importlib import import_module
 
 import mlx.core as mx
@@ -137,6 +139,48 @@ def test_a_trunk_holds_no_second_copy_of_its_matrices():
     assert all(name.endswith("norm.weight") for name in left), sorted(left)
     assert isinstance(trunk.model.embed_tokens, PackedEmbedding)
     assert isinstance(trunk.lm_head, PackedLinear)
+
+
+def test_operations_hold_nothing_of_python():
+    matrix = native.Matrix.dense(mx.ones((64, 64)))
+    norms = [mx.ones(64), mx.ones(64), None, None]
+    layer = native.layer([matrix] * 7, norms, 1e-5, 4, 4, 0.25, 0, [])
+
+    def references():
+        return sys.getrefcount(matrix), sys.getrefcount(layer)
+
+    before = references()
+    stack = native.Layers([layer], 1e-5)
+    head = native.Combine(matrix, [matrix] * 2, mx.ones(64), mx.ones(64), 1e-5)
+    x, caches = mx.ones((1, 2, 64)), mx.zeros((1, 2, 4, 8, 16))
+    held = [stack, head, matrix(x), matrix.rows(mx.array([1])), *stack(x, 0, caches)]
+    assert references() == before
+    del held
+
+
+# Ends while MLX's thread runs the layers, of which it then holds the last reference.
+EXIT = """
+import sys
+import mlx.core as mx
+from mtplx.native import status
+
+def started(rows, size=512, native=status().native):
+    matrices = [native.Matrix.dense(mx.zeros((size, size)))] * 7
+    norms = [mx.ones(size), mx.ones(size), None, None]
+    stack = native.Layers([native.layer(matrices, norms, 1e-5, 8, 8, 0.125, 0, [])], 1e-5)
+    out = stack(mx.ones((1, rows, size)), 0, mx.zeros((1, 2, 8, rows, size // 8)))
+    mx.async_eval(out)
+
+started(int(sys.argv[1]))
+sys.exit(130)
+"""
+
+
+@pytest.mark.parametrize("rows", [50, 200, 800])
+def test_a_process_can_end_while_layers_run(rows):
+    command = [sys.executable, "-c", EXIT, str(rows)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert (done.returncode, done.stderr) == (130, "")
 
 
 def test_output_rows_and_a_new_layer_are_plain():

@@ -2,7 +2,6 @@
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
-#include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
@@ -109,7 +108,9 @@ std::shared_ptr<const mtplx::Layer> make_layer(const std::vector<Matrix>& parts,
 }
 
 void bind_layers(nb::module_& m) {
-  nb::class_<mtplx::Layer>(m, "Layer", "One decoder layer of the Llama kind.");
+  // The pointer is bound, not the layer: with nanobind's <stl/shared_ptr.h> an operation would hold the Python object,
+  // and its end on MLX's thread would take the GIL, which aborts the process where Python is shutting down.
+  nb::class_<std::shared_ptr<const mtplx::Layer>>(m, "Layer", "One decoder layer of the Llama kind.");
   m.def("layer", &make_layer, "matrices"_a, "norms"_a, "eps"_a, "heads"_a, "kv_heads"_a, "scale"_a, "window"_a,
         "frequencies"_a,
         "matrices: q, k, v, o, gate, up, down. norms: input, post-attention, and of a query and key head, or None.\n"
@@ -117,8 +118,8 @@ void bind_layers(nb::module_& m) {
   nb::class_<Layers>(m, "Layers", "Layers run one after the other as one operation.")
       .def(
           "__init__",
-          [](Layers* self, const std::vector<std::shared_ptr<const mtplx::Layer>>& layers, float eps,
-             const std::optional<mx::array>& final_norm, const std::vector<int>& levels) {
+          [](Layers* self, const mtplx::LayerList& layers, float eps, const std::optional<mx::array>& final_norm,
+             const std::vector<int>& levels) {
             auto features = std::make_shared<mtplx::Features>();
             features->levels = levels;
             features->eps = eps;
