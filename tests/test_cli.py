@@ -242,8 +242,9 @@ def test_compare_prints_text_and_the_table(real_model):
 
 
 def test_an_interrupt_exits_with_130(model):
+    length = ["-n", "2000", "--min-tokens", "2000"]  # no end of text before the signal comes
     worker = subprocess.Popen(
-        [sys.executable, "-c", MAIN, "generate", "Write a long story.", "-m", model, "-n", "2000"],
+        [sys.executable, "-c", MAIN, "generate", "Write a long story.", "-m", model, *length],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
     )

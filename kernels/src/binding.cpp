@@ -108,8 +108,8 @@ std::shared_ptr<const mtplx::Layer> make_layer(const std::vector<Matrix>& parts,
 }
 
 void bind_layers(nb::module_& m) {
-  // The pointer is bound, not the layer: with nanobind's <stl/shared_ptr.h> an operation would hold the Python object, and
-  // its end on MLX's thread would take the GIL, which aborts the process where Python is shutting down.
+  // The pointer is bound, not the layer: with nanobind's <stl/shared_ptr.h> an operation would hold the Python object,
+  // and its end on MLX's thread would take the GIL, which aborts the process where Python is shutting down.
   nb::class_<std::shared_ptr<const mtplx::Layer>>(m, "Layer", "One decoder layer of the Llama kind.");
   m.def("layer", &make_layer, "matrices"_a, "norms"_a, "eps"_a, "heads"_a, "kv_heads"_a, "scale"_a, "window"_a,
         "frequencies"_a,
@@ -118,8 +118,8 @@ void bind_layers(nb::module_& m) {
   nb::class_<Layers>(m, "Layers", "Layers run one after the other as one operation.")
       .def(
           "__init__",
-          [](Layers* self, const mtplx::LayerList& layers, float eps,
-             const std::optional<mx::array>& final_norm, const std::vector<int>& levels) {
+          [](Layers* self, const mtplx::LayerList& layers, float eps, const std::optional<mx::array>& final_norm,
+             const std::vector<int>& levels) {
             auto features = std::make_shared<mtplx::Features>();
             features->levels = levels;
             features->eps = eps;
@@ -178,7 +178,7 @@ void bind_head(nb::module_& m) {
           },
           "layers"_a, "state"_a, "tokens"_a, "offset"_a, "caches"_a, nb::call_guard<nb::gil_scoped_release>(),
           "state (R, F), tokens (R) -> (R, D), caches: computed when it returns. The caches are written in place where\n"
-          "no other array holds their memory; under a second name, this very array changes, too.");
+          "nothing else holds them.");
 }
 
 }  // namespace
