@@ -178,7 +178,7 @@ void bind_head(nb::module_& m) {
           },
           "layers"_a, "state"_a, "tokens"_a, "offset"_a, "caches"_a, nb::call_guard<nb::gil_scoped_release>(),
           "state (R, F), tokens (R) -> (R, D), caches: computed when it returns. The caches are written in place where\n"
-          "nothing else holds them.");
+          "no other array holds their memory; under a second name, this very array changes, too.");
 }
 
 }  // namespace
