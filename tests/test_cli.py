@@ -222,7 +222,7 @@ def test_tune_stores_what_generate_then_uses(model, tmp_path):
     assert found["stored"] == str(tmp_path / "costs.json")
     assert found["forward"][0] == 1
     costs = json.loads(run(*args, env=env).stdout)["stats"]["costs"]
-    assert costs == {"from": "tuned", "forward": found["forward"], "draft": found["draft"]}
+    assert costs == {"from": "tuned", **{n: found[n] for n in ("forward", "draft", "start")}}
     table = run("tune", "-m", model, env=env).stdout.decode()
     for word in ("forward, rows: 13", "ms", "against 1 row", "costs.json"):
         assert word in table
