@@ -9,8 +9,9 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -20,15 +21,16 @@ from mtplx.errors import ModelError, ModelFileError
 from mtplx.tokenizer import read_json
 
 INDEX = "model.safetensors.index.json"
-SIDECAR = "mtp.safetensors"
+SIDECAR, HEAD_CONFIG = "mtp.safetensors", "mtp_config.json"
+# Files of a head alone, which no index need list; those of heads that mtplx trained have a
+# configuration and are read by ``head_file``.
+_HEAD_FILES = ("mtp*.safetensors", "model-mtp*.safetensors")
 _REFUSED = (".bin", ".pt", ".pth", ".npz", ".ckpt", ".pkl")
 GROUP_SIZES, BITS = (16, 32, 64, 128), (2, 3, 4, 5, 6, 8)  # what MLX packs
 _SIZES = (
     "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
     "intermediate_size", "vocab_size", "max_position_embeddings",
 )  # fmt: skip
-# Where the families keep their MTP modules (FACTS: native MTP checkpoints).
-_MTP_NAME = re.compile(r"(^|\.)mtp(\.|_)")
 
 
 @dataclass(frozen=True)
@@ -42,12 +44,16 @@ class StoredTensor:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checked directory: its configuration, weight files and every tensor in them."""
+    """A checked directory: its configuration, weight files and every tensor in them.
+
+    sidecar: the tensors of files beside the model's own, which hold a head.
+    """
 
     path: Path
     config: Mapping[str, Any]
     files: tuple[Path, ...]
     tensors: Mapping[str, StoredTensor]
+    sidecar: Mapping[str, StoredTensor] = field(default_factory=dict)
 
     @property
     def text_config(self) -> Mapping[str, Any]:
@@ -80,18 +86,18 @@ class Checkpoint:
         scales = self.tensors.get(f"{stem}.scales")
         if scales is None or tensor.dtype != "U32":
             return tensor.dtype
-        mode = self._setting(stem, "mode", "affine")
-        group = self._setting(stem, "group_size", 64)
+        mode = self.setting(stem, "mode", "affine")
+        group = self.setting(stem, "group_size", 64)
         return f"{self._bits(stem, tensor)}-bit {mode} (groups of {group})"
 
-    def _setting(self, stem: str, key: str, default: Any) -> Any:
-        """One quantisation setting of a module: its own, else the model's."""
+    def setting(self, stem: str, key: str, default: Any) -> Any:
+        """One quantisation setting of a module, by its stored name: its own, else the model's."""
         settings = self.config.get("quantization") or {}
         own = settings.get(stem)
         return (own if isinstance(own, dict) else settings).get(key, settings.get(key, default))
 
     def _bits(self, stem: str, tensor: StoredTensor) -> int:
-        columns = self.tensors[f"{stem}.scales"].shape[-1] * self._setting(stem, "group_size", 64)
+        columns = self.tensors[f"{stem}.scales"].shape[-1] * self.setting(stem, "group_size", 64)
         return max(1, tensor.shape[-1] * 32 // max(1, columns))
 
     def parameters(self) -> int:
@@ -121,18 +127,12 @@ def read_checkpoint(path: Path) -> Checkpoint:
     """
     config = _config(path)
     files = _weight_files(path)
-    tensors: dict[str, StoredTensor] = {}
-    for file in files:
-        for name, tensor in read_safetensors(file):
-            if name in tensors:
-                raise ModelFileError(
-                    f"tensor {name!r} is in {tensors[name].file.name} and again in {file}",
-                    path=file, tensor=name,
-                )  # fmt: skip
-            tensors[name] = tensor
+    beside = _head_files(path)
+    tensors = _tensors_of([file for file in files if file not in beside], {})
+    sidecar = _tensors_of(beside, tensors)
     if (path / INDEX).is_file():
-        _check_index(path / INDEX, files, tensors)
-    checkpoint = Checkpoint(path, config, files, tensors)
+        _check_index(path / INDEX, tensors, sidecar)
+    checkpoint = Checkpoint(path, config, files, tensors, sidecar)
     layers = checkpoint.text_config.get("num_hidden_layers") or 1
     if layers > len(tensors):
         raise ModelFileError(
@@ -140,6 +140,34 @@ def read_checkpoint(path: Path) -> Checkpoint:
             path=path / "config.json",
         )
     return checkpoint
+
+
+def _tensors_of(
+    files: Sequence[Path], known: Mapping[str, StoredTensor]
+) -> dict[str, StoredTensor]:
+    """The tensors of files by name; none of them may be in ``known`` or in two files."""
+    tensors: dict[str, StoredTensor] = {}
+    for file in files:
+        for name, tensor in read_safetensors(file):
+            other = tensors.get(name) or known.get(name)
+            if other is not None:
+                raise ModelFileError(
+                    f"tensor {name!r} is in {other.file.name} and again in {file}",
+                    path=file, tensor=name,
+                )  # fmt: skip
+            tensors[name] = tensor
+    return tensors
+
+
+def _head_files(path: Path) -> list[Path]:
+    """The files beside the model's own: those that the index names, and a head's sidecar."""
+    listed = set(_weight_map(path / INDEX).values()) if (path / INDEX).is_file() else set()
+    named = {path / name for name in listed if not fnmatch(name, "model*.safetensors")}
+    found = {file for pattern in _HEAD_FILES for file in path.glob(pattern)}
+    found = {file for file in found if file.name not in listed}
+    if (path / HEAD_CONFIG).exists():
+        found.discard(path / SIDECAR)
+    return sorted(found | {file for file in named if file.is_file()})
 
 
 def _config(path: Path) -> dict[str, Any]:
@@ -235,16 +263,19 @@ def _weight_map(index: Path) -> dict[str, str]:
     return mapping
 
 
-def _check_index(index: Path, files: tuple[Path, ...], tensors: Mapping[str, StoredTensor]) -> None:
+def _check_index(
+    index: Path, tensors: Mapping[str, StoredTensor], sidecar: Mapping[str, StoredTensor]
+) -> None:
     mapping = _weight_map(index)
-    present = {f.name for f in files}
+    known = {**tensors, **sidecar}
+    present = {tensor.file.name for tensor in known.values()}
     for name, shard in mapping.items():
         if shard not in present:
             raise ModelFileError(
                 f"{index.parent / shard} is missing ({INDEX} puts tensor {name!r} there)",
                 path=index.parent / shard, tensor=name,
             )  # fmt: skip
-        stored = tensors.get(name)
+        stored = known.get(name)
         if stored is None or stored.file.name != shard:
             raise ModelFileError(
                 f"{index.parent / shard}: tensor {name!r} is missing ({INDEX} puts it there)",
@@ -256,13 +287,6 @@ def _check_index(index: Path, files: tuple[Path, ...], tensors: Mapping[str, Sto
                 f"{tensor.file}: tensor {name!r} is not listed in {INDEX}: "
                 "a stray file, or a wrong index", path=tensor.file, tensor=name,
             )  # fmt: skip
-
-
-def has_mtp_tensors(checkpoint: Checkpoint) -> bool:
-    """Whether the checkpoint carries an MTP module, by the names and counts families use."""
-    layers = checkpoint.text_config.get("num_hidden_layers", 0)
-    extra = f"model.layers.{layers}."  # DeepSeek and GLM: one more layer than the trunk has
-    return any(_MTP_NAME.search(n) or n.startswith(extra) for n in checkpoint.tensors)
 
 
 def _duplicate_key(file: Path) -> str | None:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from . import fetch
-from .checkpoint import SIDECAR, read_safetensors
+from .checkpoint import HEAD_CONFIG, SIDECAR, read_safetensors
 from .draft_vocabulary import DraftVocabulary
 from .errors import ModelError, ModelFileError
 from .provenance import Provenance, is_sha256, known_sha256, replacing
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from .mtp_patch import MTPHead
 
 FORMAT = 1
-WEIGHTS, CONFIG = SIDECAR, "mtp_config.json"
+WEIGHTS, CONFIG = SIDECAR, HEAD_CONFIG
 DRAFT_IDS = "draft_ids"
 SHIPPED = Path(__file__).parent / "heads"
 

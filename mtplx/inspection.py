@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mtplx import checkpoint, fetch, gguf, gguf_llama, head_file, tokenizer
+from mtplx import checkpoint, fetch, gguf, gguf_llama, head_file, native_head, tokenizer
 from mtplx.checkpoint import Checkpoint
 from mtplx.fetch import DEFAULT_MODEL
 from mtplx.load import check_supported, describe_run, resolve_weights
@@ -81,8 +81,8 @@ def _directory(source: str, found: Checkpoint) -> ModelInfo:
     unused = "none"
     if (found.path / checkpoint.SIDECAR).is_file():
         unused = f"{checkpoint.SIDECAR} without {head_file.CONFIG}, not used"
-    elif checkpoint.has_mtp_tensors(found):
-        unused = "tensors in the model, not used"
+    elif native_head.claims(found):
+        unused = "in the model"
     tied = config.get("tie_word_embeddings", found.config.get("tie_word_embeddings"))
     return _info(
         config | {"model_type": found.config["model_type"]},

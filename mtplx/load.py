@@ -8,19 +8,21 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
-from mtplx import fetch, gguf, gguf_llama, head_file, native, tokenizer
+from mtplx import fetch, gguf, gguf_llama, head_file, native, native_head, tokenizer
 from mtplx.blas import activate
 from mtplx.checkpoint import BITS, GROUP_SIZES, Checkpoint, read_checkpoint
 from mtplx.errors import ModelError, ModelFileError
 from mtplx.fetch import DEFAULT_MODEL
 from mtplx.options import WeightsForm
+from mtplx.precision import to_float32
 from mtplx.provenance import Provenance
+from mtplx.strict import load_strictly
 
 if TYPE_CHECKING:
     import mlx.core as mx
     import mlx.nn as nn
 
-    from mtplx.mtp_patch import AttachedHead, MTPHead
+    from mtplx.mtp_patch import AttachedHead, MTPChain, MTPHead
 
     Parts = tuple[nn.Module, tokenizer.Tokenizer, Provenance]
 
@@ -30,10 +32,11 @@ class Bundle:
     """A loaded model: an ``mlx_lm.models.<type>.Model``, an MTP head or None, a tokenizer."""
 
     trunk: nn.Module
-    head: MTPHead | None
+    head: MTPHead | MTPChain | None
     tokenizer: tokenizer.Tokenizer
     provenance: Provenance
-    head_source: str | None = None  # the head's directory, or "given"
+    head_source: str | None = None  # the head's directory, "model" for its own, or "given"
+    head_note: str = ""  # why there is none, where one was to be expected
 
     @cached_property
     def attached(self) -> AttachedHead | None:
@@ -51,7 +54,7 @@ def load(
     model: str | Path = DEFAULT_MODEL,
     *,
     weights: str = "auto",
-    head: str | Path | MTPHead | None = "auto",
+    head: str | Path | MTPHead | MTPChain | None = "auto",
     any_trunk: bool = False,
 ) -> Bundle:
     """Loads a model: the default's name, an mlx-lm directory (safetensors), or a llama ``.gguf``.
@@ -62,9 +65,10 @@ def load(
     slow there); and packed elsewhere. A known name that is not in the cache is downloaded first. No
     code that comes with a model is ever run.
 
-    ``head``: a directory with an MTP head, an ``MTPHead``, "none" or None, or "auto": the head in
-    the model's own directory, else the one that comes with mtplx for this trunk, else none. The
-    head of another trunk is refused unless ``any_trunk``: it could only be slow, never wrong.
+    ``head``: a directory with an MTP head, an ``MTPHead``, "none" or None, or "auto": the head that
+    was trained for the model and lies in its directory, else the one that the model itself carries
+    (``families``), else the one that comes with mtplx for this trunk, else none. The head of
+    another trunk is refused unless ``any_trunk``: it could only be slow, never wrong.
 
     Raises ``ModelError`` (unknown name, unsupported model, another trunk's head),
     ``ModelFileError`` (naming file and tensor), ``FetchError``, and ``ValueError`` for another
@@ -76,8 +80,8 @@ def load(
         raise ValueError(f"weights is {weights!r}, not one of {', '.join(forms)}")
     head = _check_head(head)
     path = fetch.resolve(model)
-    if path.is_dir():
-        checkpoint = read_checkpoint(path)
+    checkpoint = read_checkpoint(path) if path.is_dir() else None
+    if checkpoint is not None:
         form = resolve_weights(weights, checkpoint.config["model_type"])
         parts = _load_directory(str(model), checkpoint, form)
     else:
@@ -88,8 +92,13 @@ def load(
         from mtplx import cpu_layers
 
         cpu_layers.fuse(trunk)
+    own, note = None, ""
+    if checkpoint is not None and head == "auto" and head_file.sidecar(path) is None:
+        own, note = native_head.read(trunk, checkpoint, float32=form != "packed")
+    if own is not None:
+        return Bundle(trunk, own, text, provenance, "model")
     chosen, source = _choose_head(head, trunk, provenance, any_trunk)
-    return Bundle(trunk, chosen, text, provenance, source)
+    return Bundle(trunk, chosen, text, provenance, source, "" if chosen else note)
 
 
 def _check_head(head: Any) -> Any:
@@ -100,17 +109,17 @@ def _check_head(head: Any) -> Any:
         folder = Path(head).expanduser()
         head_file.read_config(folder)
         return folder
-    from mtplx.mtp_patch import MTPHead
+    from mtplx.mtp_patch import MTPChain, MTPHead
 
-    if not isinstance(head, MTPHead):
+    if not isinstance(head, MTPHead | MTPChain):
         raise TypeError(f"head is a {type(head).__name__}, not a directory or an MTPHead")
     return head
 
 
 def _choose_head(
     head: Any, trunk: nn.Module, provenance: Provenance, any_trunk: bool
-) -> tuple[MTPHead | None, str | None]:
-    """``load``'s head and where it came from."""
+) -> tuple[MTPHead | MTPChain | None, str | None]:
+    """``load``'s head, if it is not the model's own, and where it came from."""
     if head == "auto":
         head = head_file.sidecar(provenance.path) or head_file.shipped(provenance.files)
     if head is None or head == "none":
@@ -159,7 +168,7 @@ def _load_gguf(source: str, file: gguf.GgufFile, form: str) -> Parts:
     if factors is not None:
         _set_rope_factors(model, config, mx.array(factors))
     model.eval()
-    _load_weights(model, list(arrays.items()), path=file.path)
+    load_strictly(model, list(arrays.items()), path=file.path)
     mx.eval(model.parameters())
     provenance = Provenance(
         source, file.path, (file.path,), "llama", gguf_llama.describe(file),
@@ -252,18 +261,19 @@ def _checked_classes(checkpoint: Checkpoint, config: dict[str, Any]) -> tuple[An
     from mlx_lm.utils import _get_classes
 
     model_class, args_class = _get_classes(config)
+    of_head = native_head.claims(checkpoint)
 
     def build(args: Any) -> nn.Module:
         model = model_class(args)
         clean, original = getattr(model, "sanitize", dict), model.load_weights
 
         def sanitize(weights: dict[str, mx.array]) -> dict[str, mx.array]:
-            weights = clean(weights)
+            weights = clean({k: v for k, v in weights.items() if k not in of_head})
             _check_packed(model, weights, checkpoint)
             return weights
 
         def load_weights(items: list[tuple[str, mx.array]], strict: bool = True) -> nn.Module:
-            return _load_weights(model, items, checkpoint=checkpoint, into=original)
+            return load_strictly(model, items, checkpoint=checkpoint, into=original)
 
         model.sanitize, model.load_weights = sanitize, load_weights
         return model
@@ -295,75 +305,6 @@ def _check_packed(
                 f"{where}: tensor {name!r} of shape {words.shape} with scales {scales.shape} does "
                 f"not pack rows of {columns}", path=where, tensor=name,
             )  # fmt: skip
-
-
-def _load_weights(
-    model: nn.Module,
-    items: list[tuple[str, mx.array]],
-    *,
-    path: Path | None = None,
-    checkpoint: Checkpoint | None = None,
-    into: Any = None,
-) -> nn.Module:
-    """Strict ``load_weights``: names, shapes and kinds equal the model's, or ``ModelFileError``."""
-    import mlx.core as mx
-    from mlx.utils import tree_flatten
-
-    def fail(name: str, what: str) -> ModelFileError:
-        stored = checkpoint.tensors.get(name) if checkpoint else None
-        where = stored.file if stored else path or (checkpoint.path if checkpoint else None)
-        return ModelFileError(f"{where}: tensor {name!r} {what}", path=where, tensor=name)
-
-    expected, given = dict(tree_flatten(model.parameters())), dict(items)
-    for name in sorted(given.keys() - expected.keys()):
-        raise fail(name, "is extra: the model has no such parameter")
-    for name in sorted(expected.keys() - given.keys()):
-        raise fail(name, "is missing")
-    for name, array in given.items():
-        if array.shape != expected[name].shape:
-            raise fail(name, f"has the shape {array.shape}, expected {expected[name].shape}")
-        if mx.issubdtype(array.dtype, mx.floating) != mx.issubdtype(
-            expected[name].dtype, mx.floating
-        ):
-            raise fail(name, f"is of type {array.dtype}, expected {expected[name].dtype}")
-    return (into or model.load_weights)(items, strict=True)
-
-
-def to_float32(model: nn.Module) -> nn.Module:
-    """Replaces packed modules by plain ones and widens 16-bit parameters, in place and lazily."""
-    import mlx.core as mx
-    import mlx.nn as nn
-    from mlx.utils import tree_unflatten
-    from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
-
-    plain = {nn.QuantizedLinear: nn.Linear, nn.QuantizedEmbedding: nn.Embedding,
-             QuantizedSwitchLinear: SwitchLinear}  # fmt: skip
-    replaced = []
-    for name, module in model.named_modules():
-        if hasattr(module, "to_plain"):  # the CPU kernels'
-            replaced.append((name, module.to_plain()))
-            continue
-        target = plain.get(type(module))
-        if target is None:
-            if hasattr(module, "scales") and hasattr(module, "bits"):
-                raise ModelError(
-                    f"{name} ({type(module).__name__}) has no float32 form: load it packed"
-                )
-            continue
-        affine = module.mode == "affine"  # other modes keep 8-bit scales of their own
-        scales = module.scales.astype(mx.float32) if affine else module.scales
-        biases = module.biases.astype(mx.float32) if affine else None
-        weight = mx.dequantize(module.weight, scales, biases, group_size=module.group_size,
-                               bits=module.bits, mode=module.mode)  # fmt: skip
-        new = target.__new__(target)
-        nn.Module.__init__(new)
-        new.weight = weight.astype(mx.float32)
-        if "bias" in module:
-            new.bias = module.bias
-        replaced.append((name, new))
-    model.update_modules(tree_unflatten(replaced))
-    model.set_dtype(mx.float32)
-    return model.eval()
 
 
 def describe_run(form: str, stored: Mapping[str, str]) -> str:

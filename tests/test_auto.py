@@ -47,6 +47,7 @@ class Attached:
 
     vocabulary = None
     copy_bonus = ()
+    further = ()
 
     def new_cache(self):
         cache = SimpleNamespace(offset=0, state=[])

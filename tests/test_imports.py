@@ -33,8 +33,9 @@ ROWS = (
     ("fetch",),
     ("provenance", "heldout"),
     ("fast_sampling",),  # from here on MLX
-    ("families", "cpu_cache"),
-    ("state",),
+    ("strict", "precision", "cpu_cache"),
+    ("families",),
+    ("native_head", "state"),
     ("mtp_patch",),
     ("cpu_layers",),
     ("cpu_head", "head_file"),
@@ -64,6 +65,7 @@ OUTSIDE = {
         "cpu_cache",
         "cpu_layers",
         "load",
+        "precision",
         "state",
         "bench",
     },
@@ -79,9 +81,10 @@ SURROUNDINGS = {
 }
 
 MAX_FILE, MAX_FUNCTION = 400, 60
-# Of the part that runs when text is generated, and of each of the others.
+# Of the part that runs when text is generated, of all families together (one reads one), and of
+# each of the others.
 MAX_CORE, MAX_PART = 9500, 2000
-PARTS = ("bench", "certify", "forge", "server")
+PARTS = ("bench", "certify", "families", "forge", "server")
 
 FILES = sorted(ROOT.rglob("*.py"))
 

@@ -89,6 +89,8 @@ class ExactFamily(Family):
 class _Head:
     """What ``MTPDrafter`` runs: fixed logits by the latest token, of the draft ids only."""
 
+    further = ()
+
     def __init__(self, case: Request):
         ids = range(case.vocab) if case.draft_ids is None else case.draft_ids
         self.vocabulary = None if case.draft_ids is None else DraftVocabulary(ids, case.vocab)

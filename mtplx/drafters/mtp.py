@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -10,7 +11,7 @@ import numpy as np
 from ..distribution import SparseDistribution
 from ..draft_vocabulary import DraftVocabulary
 from ..errors import NonFiniteLogitsError, StateError
-from ..mtp_patch import AttachedHead
+from ..mtp_patch import AttachedHead, cache_length
 from .base import Draft, Proposal
 from .index import NgramIndex
 
@@ -26,6 +27,10 @@ class MTPDrafter:
     The head's cache holds one row a committed token but the last, (hidden i, token i + 1), each
     written once, from the trunk's hidden state. Rows of deeper steps are dropped when a proposal
     ends, kept draft or not: the trunk's hidden states replace them.
+
+    In a chain head k of 0, 1, ... has its own cache and reads what head k - 1 gives: its row i is
+    (output i of head k - 1, token i + k + 1), so the last k rows of it wait for tokens that are
+    only drafted yet. Deeper than the chain is long, the last head is applied to its own output.
     """
 
     name = "mtp"
@@ -33,7 +38,9 @@ class MTPDrafter:
 
     def __init__(self, attached: AttachedHead):
         self.attached = attached
-        self.cache = attached.new_cache()
+        self.caches = [head.new_cache() for head in (attached, *attached.further)]
+        # Of every head behind the first: outputs (n, D) of the one before it, not read yet.
+        self._waiting: list[mx.array | None] = [None] * len(self.caches)
         self._index = NgramIndex(1, len(attached.copy_bonus))
         # The trunk's features (n, F) of rows that the cache does not hold yet.
         self._pending: list[mx.array] = []
@@ -46,9 +53,14 @@ class MTPDrafter:
         return self._index.tokens
 
     @property
+    def cache(self) -> Any:
+        """That of the first head."""
+        return self.caches[0]
+
+    @property
     def rows(self) -> int:
-        """How many committed rows the head's cache holds."""
-        return self.cache.offset
+        """How many committed rows the first head's cache holds."""
+        return cache_length(self.cache)
 
     def observe(self, tokens: Sequence[int], hidden: mx.array | None) -> None:
         """Keep tokens, and hidden states until the next proposal feeds them to the head."""
@@ -67,13 +79,14 @@ class MTPDrafter:
         hidden = self._last
         if hidden is None:
             return Draft([], [])
-        committed = self.rows
+        committed = [cache_length(cache) for cache in self.caches]
         tokens: list[int] = []
         q_rows: list[SparseDistribution] = []
         confidences: list[float] = []
+        head, drafted = self.attached, None
         try:
             while True:
-                logits = self._raised(self.attached.logits(hidden), tokens)
+                logits = self._raised(head.logits(hidden), tokens)
                 q = _law(proposal, logits, tokens, self.attached.vocabulary)
                 if q is None:
                     return Draft(tokens, q_rows, self.name)
@@ -82,9 +95,29 @@ class MTPDrafter:
                 confidences.append(q.probability(tokens[-1]))
                 if len(tokens) == depth or not proposal.more(confidences):
                     return Draft(tokens, q_rows, self.name)
-                hidden = self.attached.forward(hidden, mx.array(tokens[-1:]), self.cache)
+                if len(tokens) <= len(self.attached.further):
+                    head, drafted = self._next_head(drafted, tokens)
+                    hidden = drafted[-1:]
+                else:
+                    hidden = head.forward(hidden, mx.array(tokens[-1:]), self.caches[-1])
         finally:
-            self.cache.trim(self.rows - committed)
+            self._drop_behind(committed)
+
+    def _next_head(
+        self, drafted: mx.array | None, tokens: Sequence[int]
+    ) -> tuple[AttachedHead, mx.array]:
+        """The head for the draft after ``tokens``, and its outputs (n, D) of the rows they follow.
+
+        drafted: the same of the head before it, None of the first one.
+        """
+        place = len(tokens)
+        parts = [part for part in (self._waiting[place], drafted) if part is not None]
+        states, head = mx.concatenate(parts), self.attached.further[place - 1]
+        return head, head.forward(states, mx.array(tokens[-len(states) :]), self.caches[place])
+
+    def _drop_behind(self, lengths: Sequence[int]) -> None:
+        for cache, length in zip(self.caches, lengths, strict=True):
+            cache.trim(cache_length(cache) - length)
 
     def _raised(self, logits: mx.array, drafts: Sequence[int]) -> mx.array:
         """Logits (1, V) of the draft ids, with the bonus of the token that a copy would give."""
@@ -112,15 +145,32 @@ class MTPDrafter:
                 part, rest = mx.concatenate(self._pending), []
             if len(part) > _CHUNK:
                 part, rest = part[:_CHUNK], [part[_CHUNK:]]
-            start = self.rows
-            follow = self.tokens[start + 1 : start + 1 + len(part)]
+            start = [cache_length(cache) for cache in self.caches]
+            follow = self.tokens[start[0] + 1 : start[0] + 1 + len(part)]
             try:
                 out = self.attached.forward(part, mx.array(follow), self.cache)
-                mx.eval(out)  # and with it what it was computed from: the cache's rows
+                waiting = self._feed_further(out)
+                mx.eval(out, waiting)  # and with it what it was computed from: the caches' rows
             except BaseException:
-                self.cache.trim(self.rows - start)
+                self._drop_behind(start)
                 raise
             self._pending, self._last = rest, out if len(out) == 1 else out[-1:]
+            self._waiting = waiting
+
+    def _feed_further(self, out: mx.array) -> list[mx.array | None]:
+        """Write the rows that the first head's new outputs (n, D) give the others; what waits."""
+        waiting = list(self._waiting)
+        for place, head in enumerate(self.attached.further, 1):
+            known = waiting[place]
+            states = out if known is None else mx.concatenate([known, out])
+            waiting[place] = states[-1:]
+            if len(states) == 1:
+                break
+            cache = self.caches[place]
+            first = cache_length(cache) + place + 1
+            follow = self.tokens[first : first + len(states) - 1]
+            out = head.forward(states[:-1], mx.array(follow), cache)
+        return waiting
 
 
 def _law(

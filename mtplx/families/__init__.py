@@ -11,15 +11,24 @@ from typing import Any
 from .base import Family
 from .dense import DenseFamily
 from .opaque import OpaqueFamily
+from .qwen import Qwen35Family, QwenNextFamily
 
-__all__ = ["FAMILIES", "Family", "family_of"]
+__all__ = ["FAMILIES", "Family", "family_class", "family_of"]
 
 FAMILIES: dict[str, type[Family]] = {
     "llama": DenseFamily,
     "mistral": DenseFamily,
     "qwen2": DenseFamily,
     "qwen3": DenseFamily,
+    "qwen3_5": Qwen35Family,
+    "qwen3_5_moe": Qwen35Family,
+    "qwen3_next": QwenNextFamily,
 }
+
+
+def family_class(model_type: str) -> type[Family]:
+    """The family of a ``model_type``."""
+    return FAMILIES.get(model_type, OpaqueFamily)
 
 
 def family_of(trunk: Any, levels: tuple[int, ...] = ()) -> Family:
@@ -27,4 +36,4 @@ def family_of(trunk: Any, levels: tuple[int, ...] = ()) -> Family:
 
     levels: the layers whose outputs are wanted as features besides the final hidden state.
     """
-    return FAMILIES.get(getattr(trunk, "model_type", ""), OpaqueFamily)(trunk, levels)
+    return family_class(getattr(trunk, "model_type", ""))(trunk, levels)

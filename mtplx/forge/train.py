@@ -22,8 +22,9 @@ from mlx.utils import tree_flatten, tree_map, tree_unflatten
 
 from ..draft_vocabulary import DraftVocabulary
 from ..errors import ModelFileError, MtplxError, RequestError
-from ..load import Bundle, to_float32
+from ..load import Bundle
 from ..mtp_patch import MTPHead, attach_head, headed_family, new_head
+from ..precision import to_float32
 from ..provenance import replacing
 from .data import Batch, Data
 from .objective import losses, objective

@@ -1,0 +1,93 @@
+"""What several families do to the stored tensors of a head. Names are those in an ``MTPChain``."""
+
+from __future__ import annotations
+
+import re
+
+import mlx.core as mx
+
+from ..checkpoint import BITS, GROUP_SIZES, Checkpoint
+from ..errors import ModelError
+
+__all__ = ["BITS", "GROUP_SIZES", "centre_norms", "plain_formats", "split_gate_up", "stack_experts"]
+
+_FP8_BLOCK = 128  # rows and columns that share a scale (DeepSeek-V3 report, section 3.3.2)
+_NVFP4 = ("weight_scale_2", "weight_global_scale", "input_scale", "input_global_scale")
+
+
+def plain_formats(weights: dict[str, mx.array], checkpoint: Checkpoint) -> dict[str, mx.array]:
+    """FP8 with scales for blocks becomes bfloat16; ``ModelError`` for formats MLX cannot compute.
+
+    Scales may cover 128 x 128 weights or, one-dimensional, all of a row.
+    """
+    for name in weights:
+        if name.rpartition(".")[2] in _NVFP4:
+            raise ModelError(
+                f"{checkpoint.path}: the MTP head is stored as NVFP4 or static FP8 ({name}), which"
+                " mtplx does not read; `--head none` goes without it"
+            )
+    out = dict(weights)
+    for name in weights:
+        if name.endswith(".weight_scale_inv"):
+            target = name.removesuffix("_scale_inv")
+            scale = out.pop(name)
+            if target in out:
+                out[target] = _from_fp8(out[target], scale)
+    return out
+
+
+def _from_fp8(weight: mx.array, scale: mx.array) -> mx.array:
+    """W (N, K), as bytes, times scale (ceil(N / 128), ceil(K / 128)), spread over the blocks."""
+    rows, columns = weight.shape
+    values = mx.from_fp8(weight, dtype=mx.bfloat16)
+    spread = mx.repeat(mx.repeat(scale, _FP8_BLOCK, axis=0), _FP8_BLOCK, axis=1)
+    return (values * spread[:rows, :columns]).astype(mx.bfloat16)
+
+
+def is_norm(name: str) -> bool:
+    """Whether a weight is that of an RMS norm."""
+    return name.endswith("norm.weight")
+
+
+def centre_norms(weights: dict[str, mx.array]) -> dict[str, mx.array]:
+    """Norms stored as w - 1 become w, all of them or none.
+
+    Decided by the norms of the decoder layer, whose w is near 1: the others' may be anything (those
+    of Qwen's embedding are near 0.5), and no conversion changes only a part of them.
+    """
+    layers = [w for name, w in weights.items() if ".layer." in name and is_norm(name)]
+    if not layers:
+        return weights
+    mean = sum(float(w.astype(mx.float32).mean()) for w in layers) / len(layers)
+    if mean > 0.5:
+        return weights
+    return {name: w + 1 if is_norm(name) else w for name, w in weights.items()}
+
+
+def stack_experts(weights: dict[str, mx.array], into: str = "switch_mlp") -> dict[str, mx.array]:
+    """``experts.E.NAME`` for every E become one tensor ``into``.NAME with a first axis of experts."""
+    found: dict[str, dict[int, str]] = {}
+    out = dict(weights)
+    for name in weights:
+        match = re.fullmatch(r"(.*\.)experts\.(\d+)\.(.+)", name)
+        if match:
+            found.setdefault(f"{match[1]}{into}.{match[3]}", {})[int(match[2])] = name
+    for target, experts in found.items():
+        parts = [out.pop(experts[number]) for number in sorted(experts)]
+        out[target] = mx.stack(parts)
+    return out
+
+
+def split_gate_up(weights: dict[str, mx.array], into: str = "switch_mlp") -> dict[str, mx.array]:
+    """``experts.gate_up_proj`` (E, 2 M, D) and ``experts.down_proj`` (E, D, M) become ``into``'s."""
+    out = {}
+    for name, value in weights.items():
+        stem, found, rest = name.partition(".experts.")
+        if found and rest.removesuffix(".weight") == "gate_up_proj":
+            for part, half in zip(("gate", "up"), mx.split(value, 2, axis=-2), strict=True):
+                out[f"{stem}.{into}.{part}_proj.weight"] = half
+        elif found and rest.removesuffix(".weight") == "down_proj":
+            out[f"{stem}.{into}.down_proj.weight"] = value
+        else:
+            out[name] = value
+    return out

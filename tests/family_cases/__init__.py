@@ -1,0 +1,6 @@
+"""One tiny checkpoint for every family, and more where a family has several forms."""
+
+from .case import Case
+from .qwen import QWEN
+
+CASES: dict[str, Case] = {case.name: case for case in (*QWEN,)}

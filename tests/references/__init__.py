@@ -1,0 +1,1 @@
+"""What MTP heads compute, in NumPy float64, written from the published descriptions."""

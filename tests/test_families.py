@@ -1,0 +1,135 @@
+"""The contract of every family: what its checkpoint carries is found, read, and drafts exactly."""
+
+from __future__ import annotations
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from family_cases import CASES
+
+import mtplx
+from mtplx.drafters import MTPDrafter, Proposal
+from mtplx.errors import ModelFileError
+from mtplx.mtp_patch import cache_length
+from mtplx.sequence import History
+from mtplx.state import State
+
+PROMPT = [5, 40, 9, 33, 17, 60, 2, 8, 71]
+
+each = pytest.mark.parametrize("case", CASES.values(), ids=list(CASES))
+
+
+@pytest.fixture(scope="module")
+def bundles(tmp_path_factory):
+    """Every case's checkpoint, loaded once."""
+    made = {}
+
+    def get(case):
+        if case.name not in made:
+            path = case.write(tmp_path_factory.mktemp(case.name))
+            made[case.name] = mtplx.load(path, weights="float32")
+        return made[case.name]
+
+    return get
+
+
+def hidden_of(bundle, tokens):
+    (hidden,) = State(bundle.attached.family).prefill(tokens)
+    return hidden
+
+
+@each
+def test_the_head_is_found(case, bundles):
+    bundle = bundles(case)
+    assert bundle.head_source == "model"
+    assert len(bundle.head.heads) == case.head_count
+
+
+@each
+def test_logits_of_the_first_head_are_the_references(case, bundles):
+    bundle = bundles(case)
+    attached, hidden = bundle.attached, hidden_of(bundle, PROMPT)[:-1]
+    out = attached.forward(hidden, mx.array(PROMPT[1:]), attached.new_cache())
+    want = case.reference(
+        case.numpy_weights(case.weights()), case.text_config,
+        np.asarray(hidden, np.float64), PROMPT[1:],
+    )  # fmt: skip
+    np.testing.assert_allclose(np.asarray(attached.logits(out)), want, rtol=0, atol=1e-4)
+
+
+@each
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_drafts_change_nothing(case, bundles, temperature):
+    options = {
+        "sampling": mtplx.SamplerConfig(temperature=temperature), "seed": 3, "max_tokens": 24,
+    }  # fmt: skip
+    plain = mtplx.generate(bundles(case), PROMPT, draft="none", **options)
+    drafted = mtplx.generate(bundles(case), PROMPT, draft="mtp", depth=4, **options)
+    assert drafted.token_ids == plain.token_ids
+    assert sum(drafted.stats.drafted) > 0
+
+
+def proposal_for(bundle):
+    """Draws the likeliest token of whatever logits come."""
+    law = History(mtplx.SamplerConfig(), PROMPT).draft_law
+    return Proposal(law, lambda offset, q: int(q.token_ids[0]), bundle.attached.family.vocab_size)
+
+
+@each
+def test_caches_after_rejections_at_every_position_are_those_of_a_fresh_start(case, bundles):
+    bundle, depth = bundles(case), 3
+    proposal = proposal_for(bundle)
+    drafter, state = MTPDrafter(bundle.attached), State(bundle.attached.family)
+    tokens = list(PROMPT)
+    drafter.observe(tokens, None)
+    for hidden in state.prefill(tokens[:-1], chunk=4):
+        drafter.observe([], hidden)
+    for keep in (0, 1, 2, 3, 0):
+        draft = drafter.propose(depth, proposal)
+        mark = state.mark(depth + 1)
+        hidden, _ = state.forward([tokens[-1], *draft.tokens])
+        state.rollback(mark, [tokens[-1], *draft.tokens[:keep]])
+        emitted = [*draft.tokens[:keep], (draft.tokens[min(keep, 2)] + 1) % 320]
+        tokens += emitted
+        drafter.observe(emitted, hidden[: len(emitted)])
+    again = drafter.propose(depth, proposal)
+    fresh = MTPDrafter(bundle.attached)
+    fresh.observe(tokens, None)
+    for hidden in State(bundle.attached.family).prefill(tokens[:-1]):
+        fresh.observe([], hidden)
+    assert fresh.propose(depth, proposal).tokens == again.tokens
+    for mine, other in zip(drafter.caches, fresh.caches, strict=True):
+        assert cache_length(mine) == cache_length(other)
+
+
+def without(weights, name):
+    return {key: value for key, value in weights.items() if key != name}
+
+
+@each
+def test_a_tensor_that_is_missing_extra_or_of_another_shape_is_named(case, tmp_path):
+    weights = case.weights()
+    ends = ("k_proj.weight", "kv_a_proj_with_mqa.weight")
+    name = next(n for n in weights if case.is_head(n) and n.endswith(ends))
+    stem = name.rpartition(".")[0]
+    changed = {
+        "missing": without(weights, name),
+        "extra": weights | {f"{stem}.strange": weights[name]},
+        "shape": weights | {name: weights[name][:-1]},
+    }
+    for what, arrays in changed.items():
+        path = case.write(tmp_path / what, arrays)
+        with pytest.raises(ModelFileError) as caught:
+            mtplx.load(path, weights="float32")
+        assert stem.rpartition(".")[2] in str(caught.value.tensor), what
+        assert mtplx.load(path, weights="float32", head="none").head is None
+
+
+@each
+def test_a_checkpoint_without_its_heads_tensors_drafts_from_n_grams_and_says_so(case, tmp_path):
+    weights = {name: w for name, w in case.weights().items() if not case.is_head(name)}
+    bundle = mtplx.load(case.write(tmp_path, weights), weights="float32")
+    assert bundle.head is None
+    told = case.text_config.keys() & {"num_nextn_predict_layers", "mtp_num_hidden_layers"}
+    assert bool(bundle.head_note) == bool(told)
+    assert mtplx.generate(bundle, PROMPT, max_tokens=4).stats.tokens >= 1
