@@ -46,8 +46,8 @@ def missing(checkpoint: Checkpoint) -> str:
     if not count:
         return ""
     return (
-        f"config.json tells of {count} MTP head{'s' * (count > 1)}, but their tensors are not in the"
-        " checkpoint (most conversions drop them; `mtplx convert` keeps them)"
+        f"config.json tells of {count} MTP head{'s' * (count > 1)}, but their tensors are not in"
+        " the checkpoint (most conversions drop them; `mtplx convert` keeps them)"
     )
 
 

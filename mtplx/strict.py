@@ -1,4 +1,4 @@
-"""Weights go into a module whole, or not at all: every parameter has its tensor, and the reverse."""
+"""Weights go into a module whole or not at all: every parameter has its tensor, no more."""
 
 from __future__ import annotations
 

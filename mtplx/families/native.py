@@ -56,7 +56,7 @@ class NativeFamily(TrunkFamily):
         """The decoder layer of head ``index``: called with x (B, L, D), a mask and a cache."""
 
     def new_head(self, index: int, names: Collection[str]) -> MTPHead:
-        """Head ``index`` with weights of no meaning.  names: those stored for it, without prefix."""
+        """Head ``index``, its weights of no meaning.  names: those stored for it, unprefixed."""
         return MTPHead(self.hidden_size, self.norm_eps, self.new_block(index), normed=self.normed)
 
     def settle(self, weights: Weights) -> Weights:

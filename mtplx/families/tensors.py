@@ -65,7 +65,7 @@ def centre_norms(weights: dict[str, mx.array]) -> dict[str, mx.array]:
 
 
 def stack_experts(weights: dict[str, mx.array], into: str = "switch_mlp") -> dict[str, mx.array]:
-    """``experts.E.NAME`` for every E become one tensor ``into``.NAME with a first axis of experts."""
+    """``experts.E.NAME`` for every E become one tensor ``into``.NAME, experts first."""
     found: dict[str, dict[int, str]] = {}
     out = dict(weights)
     for name in weights:
@@ -79,7 +79,7 @@ def stack_experts(weights: dict[str, mx.array], into: str = "switch_mlp") -> dic
 
 
 def split_gate_up(weights: dict[str, mx.array], into: str = "switch_mlp") -> dict[str, mx.array]:
-    """``experts.gate_up_proj`` (E, 2 M, D) and ``experts.down_proj`` (E, D, M) become ``into``'s."""
+    """``experts.gate_up_proj`` (E, 2 M, D) and ``experts.down_proj`` become ``into``'s."""
     out = {}
     for name, value in weights.items():
         stem, found, rest = name.partition(".experts.")
