@@ -113,7 +113,7 @@ class MTPDrafter:
         place = len(tokens)
         parts = [part for part in (self._waiting[place], drafted) if part is not None]
         states, head = mx.concatenate(parts), self.attached.further[place - 1]
-        return head, head.forward(states, mx.array(tokens[-len(states) :]), self.caches[place])
+        return head, head.forward(states, mx.array(list(tokens[-len(states) :])), self.caches[place])
 
     def _drop_behind(self, lengths: Sequence[int]) -> None:
         for cache, length in zip(self.caches, lengths, strict=True):
