@@ -2,9 +2,10 @@
 
 ``fuse`` swaps the modules of a trunk *instance* of the Llama kind (``SERVED``): every matrix goes
 into the kernels' layout, as it is stored, and a run over ordinary KV caches becomes one operation:
-of one sequence, or of several in lockstep. A row's result is then bitwise the same in any company: 1 row or 8, alone or beside
-other sequences, any threads, any room in the cache. What the operation does not do (other caches or
-masks) goes mlx-lm's own way over the same matrices, decided by the shapes of each call.
+of one sequence, or of several in lockstep. A row's result is then bitwise the same in any company:
+1 row or 8, alone or beside other sequences, any threads, any room in the cache. What the operation
+does not do (other caches or masks) goes mlx-lm's own way over the same matrices, decided by the
+shapes of each call.
 
 The kernels give float32 and keep float32 caches; over quantised weights they round activations to
 whole numbers of 16 bits a group. They have no gradient.
@@ -160,8 +161,8 @@ def takes(x: mx.array, caches: Sequence[Any]) -> bool:
     """Whether ``Stack`` runs x (B, R, D): ordinary float32 caches of B sequences, of one length."""
     if x.ndim != 3 or x.size == 0:
         return False
-    batch, offset = x.shape[0], caches[0].offset
-    return all(_holds(cache, batch) and cache.offset == offset for cache in caches)
+    batch = x.shape[0]
+    return all(_holds(cache, batch) and cache.offset == caches[0].offset for cache in caches)
 
 
 class _FusedBlock:
