@@ -39,7 +39,7 @@ class DataPlan:
     """
 
     seed: int = 0
-    shards: int = 8
+    shards: int = 16
     rows: int = 256
     length: int = 320
     levels: tuple[int, ...] = ()
