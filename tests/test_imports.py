@@ -33,7 +33,7 @@ ROWS = (
     ("fetch",),
     ("provenance", "heldout"),
     ("fast_sampling",),  # from here on MLX
-    ("families", "cpu_cache"),
+    ("families", "cpu_cache", "recurrent"),
     ("state",),
     ("mtp_patch",),
     ("cpu_layers",),
@@ -64,6 +64,7 @@ OUTSIDE = {
         "cpu_cache",
         "cpu_layers",
         "load",
+        "recurrent",
         "state",
         "bench",
     },
