@@ -218,7 +218,24 @@ def test_only_a_forward_that_can_be_taken_back_is_recorded(kind):
     run_prefill(state, PROMPT)
     forward(state, ROWS)
     assert not mark.tapes
+    over = state.mark(4)
+    state.rollback(over, [])
+    forward(state, ROWS)
+    assert not over.tapes
     assert tapes_alive() == 0
+
+
+@pytest.mark.parametrize("kind", HYBRIDS)
+def test_rows_that_a_mask_leaves_out_are_not_recorded(kind):
+    """A tape would not know of the mask."""
+    mixer = mixers(kind)[0]
+    x, mask = mx.random.normal((1, 4, 32)), mx.array([[False, True, True, True]])
+    plain, watched = ArraysCache(2), ArraysCache(2)
+    want = mixer(x, mask, plain)
+    with recording({0: watched}) as tapes:
+        got = mixer(x, mask, watched)
+    assert tapes[0].x is None
+    np.testing.assert_array_equal(got, want)
 
 
 @pytest.mark.parametrize("kind", HYBRIDS)
