@@ -33,7 +33,7 @@ ROWS = (
     ("fetch",),
     ("provenance", "heldout"),
     ("fast_sampling",),  # from here on MLX
-    ("strict", "precision", "cpu_cache"),
+    ("strict", "precision", "cpu_cache", "recurrent"),
     ("families",),
     ("native_head", "state"),
     ("mtp_patch",),
@@ -66,6 +66,7 @@ OUTSIDE = {
         "cpu_layers",
         "load",
         "precision",
+        "recurrent",
         "state",
         "bench",
     },
