@@ -63,6 +63,10 @@ Draft = Annotated[
     DraftSource,
     typer.Option(help="auto: the MTP head if there is one, n-grams where they promise more."),
 ]
+DraftModel = Annotated[
+    str | None,
+    typer.Option(metavar="MODEL", help="A smaller model to draft with; for draft auto or model."),
+]
 Depth = Annotated[
     str,
     typer.Option(metavar="K|auto", help="Most tokens drafted a round; auto: as many as pay."),

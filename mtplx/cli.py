@@ -6,7 +6,7 @@ Exit codes: 0 done, 1 it failed, 2 the command is wrong, 130 interrupted.
 from __future__ import annotations
 
 import sys
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -21,6 +21,7 @@ from .arguments import (
     Blas,
     Depth,
     Draft,
+    DraftModel,
     Head,
     Json,
     JsonSchema,
@@ -119,11 +120,16 @@ def _read_prompt(prompt: str | None) -> str:
         raise RequestError(f"standard input is not UTF-8: {e}") from None
 
 
-def _start(prompt: str, options: Options, blas: Choice, model: str, **how: Any) -> Any:
+def _start(
+    prompt: str, options: Options, blas: Choice, model: str, weights: str, **how: Any
+) -> Any:
     prepare(blas)
     from .api import start
 
-    return start(open_model(model, **how), prompt, options)
+    bundle, small = open_model(model, weights, **how), options.draft_model
+    if small is not None:
+        options = replace(options, draft_model=open_model(str(small), weights, head="none"))
+    return start(bundle, prompt, options)
 
 
 def _result(result: Any) -> dict[str, Any]:
@@ -156,6 +162,7 @@ def generate(
     logprobs: Logprobs = False,
     top_logprobs: TopLogprobs = 0,
     draft: Draft = "auto",
+    draft_model: DraftModel = None,
     depth: Depth = "auto",
     verify: Verify = None,
     raw: Raw = False,
@@ -170,13 +177,16 @@ def generate(
     given = locals()
     with _reported():
         options = _options(given)
-        how = {"weights": weights, "head": head, "any_trunk": any_trunk}
-        stream = _start(_read_prompt(prompt), options, blas, model, **how)
+        how = {"head": head, "any_trunk": any_trunk}
+        stream = _start(_read_prompt(prompt), options, blas, model, weights, **how)
         if as_json:
             console.print_json(_result(stream.result()))
         else:
             console.stream_text(stream, show_drafts=show_drafts)
             console.summarise(stream.result())
+        doubt = stream.result().stats.head_doubt
+        if doubt:
+            console.note(doubt)
 
 
 @app.command()

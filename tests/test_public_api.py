@@ -19,7 +19,8 @@ PUBLIC = {
     "seed: 'int | None' = None, stop: 'Sequence[str]' = (), draft: 'DraftSource' = 'auto', "
     "depth: 'Depth' = 'auto', verify: 'RuleName | None' = None, chat: 'bool' = True, "
     "min_tokens: 'int' = 0, json_schema: 'str | Mapping[str, Any] | bool | None' = None, "
-    "regex: 'str | None' = None, logprobs: 'bool' = False, top_logprobs: 'int' = 0) -> None",
+    "regex: 'str | None' = None, logprobs: 'bool' = False, top_logprobs: 'int' = 0, "
+    "draft_model: 'object' = None) -> None",
     "SamplerConfig": "(temperature: 'float' = 0.6, top_p: 'float' = 0.95, top_k: 'int' = 20, "
     "presence_penalty: 'float' = 0.0, frequency_penalty: 'float' = 0.0, min_p: 'float' = 0.0, "
     "repetition_penalty: 'float' = 1.0, logit_bias: 'Mapping[int, float] | None' = None, "
