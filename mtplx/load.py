@@ -54,13 +54,15 @@ def load(
     head: str | Path | MTPHead | None = "auto",
     any_trunk: bool = False,
 ) -> Bundle:
-    """Loads a model: the default's name, an mlx-lm directory (safetensors), or a llama ``.gguf``.
+    """Loads the default's name, an mlx-lm directory (safetensors), a llama ``.gguf`` or a hub's id.
 
     ``weights``: "packed" keeps them as stored, "float32" dequantises and widens. "auto" is, where
     the default device is a CPU, as stored and computed by mtplx's own kernels if they are installed
     and have the architecture (``cpu_layers``), else float32 (MLX's packed and 16-bit products are
-    slow there); and packed elsewhere. A known name that is not in the cache is downloaded first. No
-    code that comes with a model is ever run.
+    slow there); and packed elsewhere. No code that comes with a model is ever run.
+
+    A known name or an id ("org/name", "org/name@revision", see ``hub``) that is not in the cache is
+    downloaded first; what is there is used as it is, whatever is newer. A path that exists wins.
 
     ``head``: a directory with an MTP head, an ``MTPHead``, "none" or None, or "auto": the head in
     the model's own directory, else the one that comes with mtplx for this trunk, else none. The
@@ -76,13 +78,14 @@ def load(
         raise ValueError(f"weights is {weights!r}, not one of {', '.join(forms)}")
     head = _check_head(head)
     path = fetch.resolve(model)
+    origin = fetch.origin(model, path)
     if path.is_dir():
         checkpoint = read_checkpoint(path)
         form = resolve_weights(weights, checkpoint.config["model_type"])
-        parts = _load_directory(str(model), checkpoint, form)
+        parts = _load_directory(origin, checkpoint, form)
     else:
         form = resolve_weights(weights, gguf_llama.ARCHITECTURE)
-        parts = _load_gguf(str(model), gguf.read_header(path), form)
+        parts = _load_gguf(origin, gguf.read_header(path), form)
     trunk, text, provenance = parts
     if form == "kernels":
         from mtplx import cpu_layers
