@@ -43,7 +43,7 @@ _REVISION = re.compile(r"(?!.*\.\.)\w[\w.+/-]*", re.ASCII)
 _COMMIT, _DIGEST = re.compile("[0-9a-f]{40}"), re.compile("[0-9a-f]{40}|[0-9a-f]{64}")
 _ATTEMPTS = 5  # in a row that bring nothing
 _TRY_AGAIN = (429, 500, 502, 503, 504)
-_CHUNK = 1 << 20
+_PAUSE, _CHUNK = 1.0, 1 << 20  # seconds between them, bytes
 
 
 @dataclass(frozen=True)
@@ -284,7 +284,7 @@ def _download(
                 break
             if (refused and refused not in _TRY_AGAIN) or idle == _ATTEMPTS:
                 raise _failure(repo, e, f"{name} ({_size(part)} of {size} bytes came)") from e
-            time.sleep(1)
+            time.sleep(_PAUSE)
     if not _has(part, expected, True):
         came = _size(part)
         part.unlink(missing_ok=True)

@@ -14,6 +14,15 @@ from typing import Any
 from urllib.parse import unquote
 
 TOKEN = "hf_right0123456789"
+NOWHERE = "http://127.0.0.1:9"  # nothing listens there
+REPO = "me/Tiny_1.5-it"
+SHARDS = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
+INDEX = "model.safetensors.index.json"
+UNREAD = {
+    "pytorch_model.bin": b"pickle", "modeling_tiny.py": b"raise SystemExit", "README.md": b"# Tiny",
+    "tokenizer_tiny.py": b"raise SystemExit", "onnx/model.safetensors": b"x", ".gitattributes": b"",
+    "consolidated.safetensors": b"the same again", "../../config.json": b"{}", "tokenizer.bin": b"",
+}  # fmt: skip
 
 
 class FakeHub:
@@ -233,7 +242,7 @@ def running(faults: dict[str, int] | None = None) -> Iterator[FakeHub]:
     handler = type("Handler", (_Handler,), {})
     server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
     handler.hub = hub = FakeHub(f"http://127.0.0.1:{server.server_port}", faults or {})
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread = threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True)
     thread.start()
     try:
         yield hub
