@@ -249,7 +249,7 @@ def _check_shards(repo: Repository, listing: _Listing) -> None:
     for index in (name for name in listing.files if _matches(name, (_INDEX,))):
         mapping = read_json(repo.folder / "blobs" / listing.files[index][1]).get("weight_map")
         for shard in mapping.values() if isinstance(mapping, dict) else ():
-            if shard not in listing.files:
+            if str(shard) not in listing.files:
                 raise ModelFileError(
                     f"{repo.id}@{listing.commit}: {shard} is missing ({index} names it): the "
                     "repository itself is incomplete"
@@ -369,7 +369,7 @@ def _instead(repo: Repository) -> str:
 
 
 def _failure(repo: Repository, e: Any, what: str = "") -> MtplxError:
-    """The error for what the hub, or the way to it, answered; addresses in it are not signed."""
+    """The error for what the hub, or the way to it, answered; without signed addresses."""
     from huggingface_hub import errors
 
     status = getattr(getattr(e, "response", None), "status_code", None)
@@ -390,7 +390,7 @@ def _failure(repo: Repository, e: Any, what: str = "") -> MtplxError:
         return FetchError(f"{_endpoint()} refuses {about} (HTTP {status}): {login} with access")
     if status:
         return FetchError(f"{_endpoint()} did not give {about} (HTTP {status}): try again later")
-    reason = re.sub(r"\?\S+", "", str(e)) or type(e).__name__
+    reason = str(e) or type(e).__name__
     return FetchError(
         f"{_endpoint()} cannot be reached for {about} ({reason}): go online, or try again; a "
         f"download goes on where it stopped{_instead(repo)}"

@@ -94,7 +94,7 @@ def test_a_commit_and_a_branch_are_held_to(
     assert fetch.pull(f"{REPO}@{old}", verify=True).name == old
     assert there.calls == []  # a commit cannot have moved
     there.changes = {"sha": branch}
-    with pytest.raises(FetchError, match=branch):
+    with pytest.raises(FetchError, match=f"as no hub does.*{branch}"):
         fetch.pull(f"{REPO}@{there.branches[REPO + '@main']}")
 
 

@@ -182,6 +182,18 @@ def test_what_another_program_left(
     assert broken.read_bytes() == model_files[SHARDS[1]]
 
 
+def test_a_branch_that_moves_meanwhile(
+    there: fake_hub.FakeHub, model_files: dict[str, bytes]
+) -> None:
+    """Every file is of the commit that was asked for first."""
+    first = there.branches[f"{REPO}@main"]
+    other = {name: data + b" " for name, data in model_files.items()}
+    path = fetch.pull(REPO, on_progress=lambda *_: there.hold(REPO, other) and None)
+    assert path.name == first
+    assert there.branches[f"{REPO}@main"] != first
+    assert {p.name: p.read_bytes() for p in path.iterdir()} == model_files
+
+
 def test_verify_mends(there: fake_hub.FakeHub, model_files: dict[str, bytes]) -> None:
     path = fetch.pull(REPO)
     there.asked.clear()
