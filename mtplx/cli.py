@@ -191,17 +191,26 @@ def generate(
 
 @app.command()
 def pull(
-    model: Annotated[str, typer.Argument(help="A known name.")] = DEFAULT_MODEL,
-    verify: Annotated[bool, typer.Option("--verify", help="Check the sha256 again.")] = False,
+    model: Annotated[
+        str, typer.Argument(help="A known name, org/name or org/name@revision.")
+    ] = DEFAULT_MODEL,
+    verify: Annotated[bool, typer.Option("--verify", help="Check the digests again.")] = False,
 ) -> None:
-    """Download a model by name, through the machine's own pip settings, and print its path."""
+    """Download a model and print its path.
+
+    A known name comes through the machine's own pip settings. org/name is the newest commit of a
+    model of the Hugging Face Hub, org/name@revision that of a branch or tag, or a commit itself:
+    its safetensors, configuration and tokenizer, checked, in the cache that huggingface_hub uses.
+    """
     with _reported():
         print(console.pull(model, verify=verify))
 
 
 @app.command()
 def inspect(
-    model: Annotated[str, typer.Argument(help="A known name, a directory or a .gguf file.")],
+    model: Annotated[
+        str, typer.Argument(help="A known name, a directory, a .gguf file or org/name.")
+    ],
     as_json: Json = False,
 ) -> None:
     """Say what a model is and what would run, without loading its weights."""

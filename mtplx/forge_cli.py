@@ -20,7 +20,7 @@ app = typer.Typer(
 Model = Annotated[
     str,
     typer.Argument(
-        metavar="TRUNK", help="The default's name, an mlx-lm directory or a .gguf file."
+        metavar="TRUNK", help="The default's name, an mlx-lm directory, a .gguf file or org/name."
     ),
 ]
 Each = Annotated[

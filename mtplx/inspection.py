@@ -43,14 +43,14 @@ class ModelInfo:
 
 
 def inspect(model: str | Path = DEFAULT_MODEL) -> ModelInfo:
-    """Checks and describes a model: a known name (already pulled), a directory or a ``.gguf``.
+    """Checks and describes a model: a known name or hub's id (pulled), a directory or a ``.gguf``.
 
     Nothing is downloaded and no weights are read. Raises what ``load`` raises for a model that
     cannot be loaded, except for errors that only show in the weights.
     """
     path = fetch.resolve(model, download=False)
     if path.is_dir():
-        return _directory(str(model), checkpoint.read_checkpoint(path))
+        return _directory(fetch.origin(model, path), checkpoint.read_checkpoint(path))
     return _gguf(str(model), gguf.read_header(path))
 
 

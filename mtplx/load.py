@@ -57,13 +57,15 @@ def load(
     head: str | Path | MTPHead | MTPChain | None = "auto",
     any_trunk: bool = False,
 ) -> Bundle:
-    """Loads a model: the default's name, an mlx-lm directory (safetensors), or a llama ``.gguf``.
+    """Loads the default's name, an mlx-lm directory (safetensors), a llama ``.gguf`` or a hub's id.
 
     ``weights``: "packed" keeps them as stored, "float32" dequantises and widens. "auto" is, where
     the default device is a CPU, as stored and computed by mtplx's own kernels if they are installed
     and have the architecture (``cpu_layers``), else float32 (MLX's packed and 16-bit products are
-    slow there); and packed elsewhere. A known name that is not in the cache is downloaded first. No
-    code that comes with a model is ever run.
+    slow there); and packed elsewhere. No code that comes with a model is ever run.
+
+    A known name or an id ("org/name", "org/name@revision", see ``hub``) that is not in the cache is
+    downloaded first; what is there is used as it is, whatever is newer. A path that exists wins.
 
     ``head``: a directory with an MTP head, an ``MTPHead``, "none" or None, or "auto": the head that
     was trained for the model and lies in its directory, else the one that the model itself carries
@@ -80,13 +82,14 @@ def load(
         raise ValueError(f"weights is {weights!r}, not one of {', '.join(forms)}")
     head = _check_head(head)
     path = fetch.resolve(model)
+    origin = fetch.origin(model, path)
     checkpoint = read_checkpoint(path) if path.is_dir() else None
     if checkpoint is not None:
         form = resolve_weights(weights, checkpoint.config["model_type"])
-        parts = _load_directory(str(model), checkpoint, form)
+        parts = _load_directory(origin, checkpoint, form)
     else:
         form = resolve_weights(weights, gguf_llama.ARCHITECTURE)
-        parts = _load_gguf(str(model), gguf.read_header(path), form)
+        parts = _load_gguf(origin, gguf.read_header(path), form)
     trunk, text, provenance = parts
     if form == "kernels":
         from mtplx import cpu_layers

@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parent.parent / "mtplx"
 # module gets its name into the row after the last one it needs.
 ROWS = (
     ("errors",),
-    ("blas",),
+    ("blas", "storage"),
     ("native",),
     ("sampler_config", "distribution", "metrics", "text", "installer", "progress", "depth"),
     (
@@ -30,6 +30,7 @@ ROWS = (
     ),
     ("sampling", "rng", "gguf_llama", "tokenizer", "environment"),
     ("verify", "checkpoint", "grammar", "logprobs"),
+    ("hub",),
     ("fetch",),
     ("provenance", "heldout"),
     ("fast_sampling",),  # from here on MLX
