@@ -39,6 +39,7 @@ class NativeFamily(TrunkFamily):
 
     count_key = "num_nextn_predict_layers"
     zero_centred = False
+    config: Mapping[str, Any] = {}  # the language model's part of config.json, of a head to be read
 
     # --- what a family declares ---
 
@@ -120,7 +121,7 @@ def read_chain(
     Raises ``ModelFileError`` naming the tensor that is missing, extra, there twice or of a wrong
     shape, and ``ModelError`` for a format that cannot be read.
     """
-    config = checkpoint.text_config
+    config = family.config = checkpoint.text_config
     placed: Weights = {}
     origin: dict[str, str] = {}
     for name, value in stored.items():
