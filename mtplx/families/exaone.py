@@ -9,6 +9,7 @@ import dataclasses
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
+from . import tensors
 from .head import MTPHead
 from .native import NativeFamily, Weights
 from .qwen import TABLE
@@ -51,5 +52,8 @@ class ExaoneMoeFamily(NativeFamily):
 
     def settle(self, weights: Weights) -> Weights:
         """See ``NativeFamily.settle``."""
-        experts = self.args.is_moe_layer
-        return self.layers_by_trunk(weights, experts.index(True)) if any(experts) else weights
+        bias = ".e_score_correction_bias"
+        return {
+            name.replace(f".mlp{bias}", f".mlp.gate{bias}"): value
+            for name, value in tensors.stack_experts(weights).items()
+        }
