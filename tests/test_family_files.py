@@ -57,7 +57,9 @@ def assert_same_head(path, expected):
 
 
 @each
-@pytest.mark.parametrize("sidecar", ["mtp.safetensors", "model-mtp.safetensors"])
+@pytest.mark.parametrize(
+    "sidecar", ["mtp.safetensors", "model-mtp.safetensors", "model_mtp.safetensors"]
+)
 def test_a_head_in_a_file_of_its_own(case, bundles, tmp_path, sidecar):  # noqa: F811
     trunk, head = parted(case)
     files = {"model.safetensors": trunk, sidecar: head}
