@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, get_args
 
 from mtplx import fetch, gguf, gguf_llama, head_file, native, native_head, tokenizer
 from mtplx.blas import activate
-from mtplx.checkpoint import BITS, GROUP_SIZES, Checkpoint, read_checkpoint
+from mtplx.checkpoint import BITS, GROUP_SIZES, UNREADABLE, Checkpoint, read_checkpoint
 from mtplx.errors import ModelError, ModelFileError
 from mtplx.fetch import DEFAULT_MODEL
 from mtplx.options import WeightsForm
@@ -246,9 +246,15 @@ def _load_directory(source: str, checkpoint: Checkpoint, form: str) -> Parts:
 
 
 def check_supported(checkpoint: Checkpoint) -> None:
-    """Raises ``ModelError`` unless mlx-lm itself has a class for the configuration."""
+    """Raises ``ModelError`` unless mlx-lm has a class for the configuration, MLX for the types."""
     from mlx_lm.utils import _get_classes
 
+    for name, tensor in {**checkpoint.tensors, **checkpoint.sidecar}.items():
+        if tensor.dtype in UNREADABLE and tensor.file in checkpoint.files:
+            raise ModelError(
+                f"{tensor.file}: tensor {name!r} is stored as {tensor.dtype} (NVFP4 has such),"
+                " which MLX does not read"
+            )
     try:
         _get_classes(dict(checkpoint.config))
     except (ValueError, AttributeError) as e:

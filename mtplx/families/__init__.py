@@ -10,13 +10,20 @@ from typing import Any
 
 from .base import Family
 from .dense import DenseFamily
+from .ernie import ErnieFamily
+from .exaone import ExaoneMoeFamily
+from .mimo import MiMoFamily, MiMoV2Family
 from .opaque import OpaqueFamily
 from .qwen import Qwen35Family, QwenNextFamily
 
 __all__ = ["FAMILIES", "Family", "family_class", "family_of"]
 
 FAMILIES: dict[str, type[Family]] = {
+    "ernie4_5_moe": ErnieFamily,
+    "exaone_moe": ExaoneMoeFamily,
     "llama": DenseFamily,
+    "mimo": MiMoFamily,
+    "mimo_v2_flash": MiMoV2Family,
     "mistral": DenseFamily,
     "qwen2": DenseFamily,
     "qwen3": DenseFamily,

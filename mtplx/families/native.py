@@ -39,6 +39,7 @@ class NativeFamily(TrunkFamily):
 
     count_key = "num_nextn_predict_layers"
     zero_centred = False
+    config: Mapping[str, Any] = {}  # the language model's part of config.json, of a head to be read
 
     # --- what a family declares ---
 
@@ -118,9 +119,9 @@ def read_chain(
     values: False looks at names and shapes only, and reads no tensor; the chain is of no use then.
 
     Raises ``ModelFileError`` naming the tensor that is missing, extra, there twice or of a wrong
-    shape, and ``ModelError`` for a format that cannot be read.
+    shape.
     """
-    config = checkpoint.text_config
+    config = family.config = checkpoint.text_config
     placed: Weights = {}
     origin: dict[str, str] = {}
     for name, value in stored.items():
@@ -132,10 +133,16 @@ def read_chain(
                 path=checkpoint.path, tensor=name,
             )  # fmt: skip
         placed[place], origin[place] = value, name
-    weights = tensors.plain_formats(placed, checkpoint)
-    if family.zero_centred and values:
-        weights = tensors.centre_norms(weights)
-    weights = family.settle(weights)
+    try:
+        weights = tensors.plain_formats(placed)
+        if family.zero_centred and values:
+            weights = tensors.centre_norms(weights)
+        weights = family.settle(weights)
+    except tensors.UnfitError as e:
+        name = origin.get(e.args[0]) or family.stored_name(e.args[0], config)
+        raise ModelFileError(
+            f"{checkpoint.path}: tensor {name!r} {e.args[1]}", path=checkpoint.path, tensor=name
+        ) from None
     chain = MTPChain(
         [family.new_head(i, _names_of(i, weights)) for i in range(_count(family, weights, config))]
     )
