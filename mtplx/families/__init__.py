@@ -9,13 +9,20 @@ from __future__ import annotations
 from typing import Any
 
 from .base import Family
+from .deepseek import DeepSeekFamily, SparseFamily
 from .dense import DenseFamily
+from .glm4 import Glm4Family, Glm4LiteFamily
 from .opaque import OpaqueFamily
 from .qwen import Qwen35Family, QwenNextFamily
 
 __all__ = ["FAMILIES", "Family", "family_class", "family_of"]
 
 FAMILIES: dict[str, type[Family]] = {
+    "deepseek_v3": DeepSeekFamily,
+    "deepseek_v32": SparseFamily,
+    "glm4_moe": Glm4Family,
+    "glm4_moe_lite": Glm4LiteFamily,
+    "glm_moe_dsa": SparseFamily,
     "llama": DenseFamily,
     "mistral": DenseFamily,
     "qwen2": DenseFamily,

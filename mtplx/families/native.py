@@ -28,6 +28,8 @@ Weights = dict[str, mx.array]
 _WRAPPER = re.compile(r"^(model\.)?language_model\.(model\.)?")
 # More heads than any checkpoint has: what lies beyond their number is reported, not overlooked.
 MOST_HEADS = 16
+# The table's word for what a checkpoint holds of the trunk again: it is not read.
+SHARED = "shared."
 
 
 class NativeFamily(TrunkFamily):
@@ -126,6 +128,8 @@ def read_chain(
     for name, value in stored.items():
         place = family.place(name, config)
         assert place is not None
+        if place.startswith(SHARED):
+            continue
         if place in placed:
             raise ModelFileError(
                 f"{checkpoint.path}: tensor {name!r} is the head's {origin[place]!r} again",
@@ -135,7 +139,13 @@ def read_chain(
     weights = tensors.plain_formats(placed, checkpoint)
     if family.zero_centred and values:
         weights = tensors.centre_norms(weights)
-    weights = family.settle(weights)
+    try:
+        weights = family.settle(weights)
+    except tensors.UnfitError as e:
+        name = origin.get(e.args[0]) or family.stored_name(e.args[0], config)
+        raise ModelFileError(
+            f"{checkpoint.path}: tensor {name!r} {e.args[1]}", path=checkpoint.path, tensor=name
+        ) from None
     chain = MTPChain(
         [family.new_head(i, _names_of(i, weights)) for i in range(_count(family, weights, config))]
     )

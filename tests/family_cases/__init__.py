@@ -1,6 +1,7 @@
 """One tiny checkpoint for every family, and more where a family has several forms."""
 
 from .case import Case
+from .deepseek import DEEPSEEK
 from .qwen import QWEN
 
-CASES: dict[str, Case] = {case.name: case for case in (*QWEN,)}
+CASES: dict[str, Case] = {case.name: case for case in (*DEEPSEEK, *QWEN)}
