@@ -8,9 +8,10 @@ from references import deepseek, glm4_moe
 
 from .case import Case
 
-D, V, HEADS, MLP, MOE, EXPERTS, LAYERS = 32, 320, 4, 48, 16, 8, 2
-NOPE, ROPE, VALUE, Q_RANK, KV_RANK = 8, 4, 8, 24, 16
-INDEX_HEADS, INDEX = 2, 8
+# Rows of every matrix can be packed in groups of 32, and q_b_proj has more than one block of fp8.
+D, V, HEADS, MLP, MOE, EXPERTS, LAYERS = 32, 320, 4, 64, 32, 8, 2
+NOPE, ROPE, VALUE, Q_RANK, KV_RANK = 32, 4, 8, 32, 32
+INDEX_HEADS, INDEX = 12, 8  # so many that no two rows are at 0 under all of them, a tie
 KV, SIZE = 2, 8
 
 _MOE = {
