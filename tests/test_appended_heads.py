@@ -11,12 +11,13 @@ from family_cases.case import write_rest
 from mlx.utils import tree_flatten
 
 import mtplx
-from mtplx.errors import ModelFileError
+from mtplx.errors import ModelError, ModelFileError
 from mtplx.state import State
 
 PROMPT = [5, 40, 9, 33, 17, 60, 2, 8, 71]
 PUBLISHED = ("deepseek_v3", "deepseek_v32", "glm_moe_dsa")
-CONVERTED = ("glm4_moe_two_heads_mlx", "glm4_moe_lite_mlx", "glm_moe_dsa_mlx")
+CONVERTED = ("deepseek_v3", "glm4_moe_two_heads_mlx", "glm4_moe_lite_mlx", "glm_moe_dsa_mlx")
+KV_B = "model.layers.2.self_attn.kv_b_proj.weight"
 
 
 def logits_of(bundle, hidden):
@@ -31,7 +32,7 @@ def hidden_of(bundle):
 
 
 def is_matrix(name, weights):
-    return weights[name].ndim > 1 and not name.endswith("mlp.gate.weight")
+    return weights[name].ndim > 1 and not name.endswith(("mlp.gate.weight", "kv_b_proj.weight"))
 
 
 @pytest.mark.parametrize("bits", [4, 8])
@@ -52,6 +53,32 @@ def test_packed_weights_are_computed_with_as_what_they_stand_for(name, bits, tmp
     np.testing.assert_allclose(logits_of(bundle, hidden), want, rtol=0, atol=1e-4)
     widened = mtplx.load(path, weights="float32")
     np.testing.assert_allclose(logits_of(widened, hidden), want, rtol=0, atol=1e-4)
+
+
+def test_packed_keys_and_values_are_split_and_packed_again(tmp_path):
+    case = CASES["deepseek_v3"]
+    stored, plain = formats.packed(case.weights(), lambda name: name == KV_B, 8)
+    bundle = mtplx.load(case.write(tmp_path, stored), weights="packed")
+    attention = bundle.head.heads[0].layer.self_attn
+    both = plain[KV_B].reshape(4, 40, 32)
+    for module, want in (
+        (attention.embed_q, both[:, :32].swapaxes(1, 2)), (attention.unembed_out, both[:, 32:]),
+    ):  # fmt: skip
+        parts = (module.weight, module.scales, module.biases)
+        got = np.asarray(mx.dequantize(*parts, group_size=32, bits=8))
+        step = np.repeat(np.abs(np.asarray(module.scales)), 32, axis=-1)
+        # Half a step; MLX, so that 0 stays 0, also moves the far end of a group by up to one.
+        assert np.all(np.abs(got - want) <= 1.5 * step)
+
+
+def test_nvfp4_is_refused_in_words(tmp_path):
+    case = CASES["glm_moe_dsa"]
+    weights = case.weights()
+    name = next(n for n in weights if case.is_head(n) and n.endswith("up_proj.weight"))
+    weights[f"{name}_scale_2"] = np.ones(1, np.float32)
+    path = case.write(tmp_path, weights)
+    with pytest.raises(ModelError, match=r"NVFP4.*--head none"):
+        mtplx.load(path, weights="float32")
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
