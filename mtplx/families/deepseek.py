@@ -81,7 +81,7 @@ class DeepSeekFamily(AppendedFamily):
         for name, value in weights.items():
             if name.endswith(".kv_b_proj.weight") and value.shape[0] != rows:
                 raise tensors.UnfitError(name, f"has {value.shape[0]} rows, expected {rows}")
-        return self.layers_by_trunk(super().settle(weights), args.num_hidden_layers - 1)
+        return self.layers_by_trunk(super().settle(weights), 0)
 
 
 class SparseFamily(DeepSeekFamily):
