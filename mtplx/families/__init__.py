@@ -9,9 +9,11 @@ from __future__ import annotations
 from typing import Any
 
 from .base import Family
+from .deepseek import DeepSeekFamily, SparseFamily
 from .dense import DenseFamily
 from .ernie import ErnieFamily
 from .exaone import ExaoneMoeFamily
+from .glm4 import Glm4Family, Glm4LiteFamily
 from .mimo import MiMoFamily, MiMoV2Family
 from .opaque import OpaqueFamily
 from .qwen import Qwen35Family, QwenNextFamily
@@ -21,6 +23,11 @@ __all__ = ["FAMILIES", "Family", "family_class", "family_of"]
 FAMILIES: dict[str, type[Family]] = {
     "ernie4_5_moe": ErnieFamily,
     "exaone_moe": ExaoneMoeFamily,
+    "deepseek_v3": DeepSeekFamily,
+    "deepseek_v32": SparseFamily,
+    "glm4_moe": Glm4Family,
+    "glm4_moe_lite": Glm4LiteFamily,
+    "glm_moe_dsa": SparseFamily,
     "llama": DenseFamily,
     "mimo": MiMoFamily,
     "mimo_v2_flash": MiMoV2Family,

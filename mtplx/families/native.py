@@ -28,6 +28,8 @@ Weights = dict[str, mx.array]
 _WRAPPER = re.compile(r"^(model\.)?language_model\.(model\.)?")
 # More heads than any checkpoint has: what lies beyond their number is reported, not overlooked.
 MOST_HEADS = 16
+# The table's word for what a checkpoint holds of the trunk again: it is not read.
+SHARED = "shared."
 
 
 class NativeFamily(TrunkFamily):
@@ -127,6 +129,8 @@ def read_chain(
     for name, value in stored.items():
         place = family.place(name, config)
         assert place is not None
+        if place.startswith(SHARED):
+            continue
         if place in placed:
             raise ModelFileError(
                 f"{checkpoint.path}: tensor {name!r} is the head's {origin[place]!r} again",

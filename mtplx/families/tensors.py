@@ -90,16 +90,25 @@ def centre_norms(weights: dict[str, mx.array]) -> dict[str, mx.array]:
 
 
 def stack_experts(weights: dict[str, mx.array], into: str = "switch_mlp") -> dict[str, mx.array]:
-    """``experts.E.NAME`` for every E become one tensor ``into``.NAME, experts first."""
-    found: dict[str, dict[int, str]] = {}
+    """``experts.E.NAME`` for every E become one tensor ``into``.NAME, experts first.
+
+    Raises ``UnfitError`` for one that is missing or unlike the others.
+    """
+    count: dict[tuple[str, str], int] = {}
     out = dict(weights)
     for name in weights:
-        match = re.fullmatch(r"(.*\.)experts\.(\d+)\.(.+)", name)
+        match = re.fullmatch(r"(.*\.)experts\.\d+\.(.+)", name)
         if match:
-            found.setdefault(f"{match[1]}{into}.{match[3]}", {})[int(match[2])] = name
-    for target, experts in found.items():
-        parts = [out.pop(experts[number]) for number in sorted(experts)]
-        out[target] = mx.stack(parts)
+            count[match[1], match[2]] = count.get((match[1], match[2]), 0) + 1
+    for (stem, rest), experts in count.items():
+        names = [f"{stem}experts.{number}.{rest}" for number in range(experts)]
+        for name in names:
+            if name not in out:
+                raise UnfitError(name, "is missing")
+            if out[name].shape != out[names[0]].shape:
+                expected = out[names[0]].shape
+                raise UnfitError(name, f"has the shape {out[name].shape}, expected {expected}")
+        out[f"{stem}{into}.{rest}"] = mx.stack([out.pop(name) for name in names])
     return out
 
 
