@@ -6,6 +6,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from family_cases import CASES
+from mlx.utils import tree_flatten
 
 import mtplx
 from mtplx.drafters import MTPDrafter, Proposal
@@ -72,24 +73,60 @@ def test_drafts_change_nothing(case, bundles, temperature):
 def proposal_for(bundle):
     """Draws the likeliest token of whatever logits come."""
     law = History(mtplx.SamplerConfig(), PROMPT).draft_law
-    return Proposal(law, lambda offset, q: int(q.token_ids[0]), bundle.attached.family.vocab_size)
+    size = bundle.attached.family.vocab_size
+    return Proposal(law, lambda offset, q: int(q.token_ids[q.probs.argmax()]), size)
+
+
+def run_chain(bundle, hidden, tokens):
+    """Every head over all rows at once: hidden (L, D) and the tokens from the first row's on.
+
+    Returns outputs (L, D) and caches, head by head; head k reads the tokens k + 1 behind its rows.
+    """
+    outputs, caches = [], []
+    for k, head in enumerate((bundle.attached, *bundle.attached.further)):
+        caches.append(head.new_cache())
+        follow = mx.array(tokens[k + 1 : k + 1 + len(hidden)])
+        hidden = head.forward(hidden[: len(follow)], follow, caches[-1])
+        outputs.append(hidden)
+    return outputs, caches
+
+
+@pytest.mark.parametrize("case", [c for c in CASES.values() if c.further], ids=lambda c: c.name)
+def test_logits_of_deeper_heads_are_the_references(case, bundles):
+    bundle = bundles(case)
+    outputs, _ = run_chain(bundle, hidden_of(bundle, PROMPT)[:-1], PROMPT)
+    weights = case.numpy_weights(case.weights())
+    assert len(case.further) == case.head_count - 1
+    for k, (head, reference) in enumerate(zip(bundle.attached.further, case.further, strict=True)):
+        rows = len(outputs[k + 1])
+        assert rows == len(PROMPT) - 2 - k
+        read = np.asarray(outputs[k][:rows], np.float64)
+        want = reference(weights, case.text_config, read, PROMPT[k + 2 :])
+        got = np.asarray(head.logits(outputs[k + 1]))
+        np.testing.assert_allclose(got, want, rtol=0, atol=1e-4)
+
+
+def rows_of(cache, count):
+    """The first rows of every array in a cache."""
+    leaves = [leaf for _, leaf in tree_flatten(cache.state) if isinstance(leaf, mx.array)]
+    return [np.asarray(leaf[..., :count, :]) for leaf in leaves]
 
 
 @each
 def test_caches_after_rejections_at_every_position_are_those_of_a_fresh_start(case, bundles):
-    bundle, depth = bundles(case), 3
+    bundle, depth = bundles(case), max(3, case.head_count + 1)
     proposal = proposal_for(bundle)
     drafter, state = MTPDrafter(bundle.attached), State(bundle.attached.family)
     tokens = list(PROMPT)
     drafter.observe(tokens, None)
     for hidden in state.prefill(tokens[:-1], chunk=4):
         drafter.observe([], hidden)
-    for keep in (0, 1, 2, 3, 0):
+    for keep in (*range(depth + 1), 0):
         draft = drafter.propose(depth, proposal)
         mark = state.mark(depth + 1)
         hidden, _ = state.forward([tokens[-1], *draft.tokens])
         state.rollback(mark, [tokens[-1], *draft.tokens[:keep]])
-        emitted = [*draft.tokens[:keep], (draft.tokens[min(keep, 2)] + 1) % 320]
+        emitted = [*draft.tokens[:keep], (draft.tokens[min(keep, depth - 1)] + 1) % 320]
         tokens += emitted
         drafter.observe(emitted, hidden[: len(emitted)])
     again = drafter.propose(depth, proposal)
@@ -98,8 +135,22 @@ def test_caches_after_rejections_at_every_position_are_those_of_a_fresh_start(ca
     for hidden in State(bundle.attached.family).prefill(tokens[:-1]):
         fresh.observe([], hidden)
     assert fresh.propose(depth, proposal).tokens == again.tokens
-    for mine, other in zip(drafter.caches, fresh.caches, strict=True):
-        assert cache_length(mine) == cache_length(other)
+
+    known = len(tokens) - 1
+    outputs, caches = run_chain(bundle, hidden_of(bundle, tokens[:-1]), [*tokens, *again.tokens])
+    for k, (mine, other, whole) in enumerate(
+        zip(drafter.caches, fresh.caches, caches, strict=True)
+    ):
+        assert cache_length(mine) == cache_length(other) == known - k
+        for left, right in zip(rows_of(mine, known - k), rows_of(whole, known - k), strict=True):
+            np.testing.assert_allclose(left, right, rtol=0, atol=1e-4)
+    heads = (bundle.attached, *bundle.attached.further)
+    for k, token in enumerate(again.tokens):
+        if k < len(heads):
+            head, last = heads[k], outputs[k][-1:]
+        else:  # the last head again
+            last = head.forward(last, mx.array(again.tokens[k - 1 : k]), caches[-1])
+        assert token == int(mx.argmax(head.logits(last)))
 
 
 def without(weights, name):

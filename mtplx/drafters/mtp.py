@@ -104,7 +104,7 @@ class MTPDrafter:
             self._drop_behind(committed)
 
     def _next_head(
-        self, drafted: mx.array | None, tokens: Sequence[int]
+        self, drafted: mx.array | None, tokens: list[int]
     ) -> tuple[AttachedHead, mx.array]:
         """The head for the draft after ``tokens``, and its outputs (n, D) of the rows they follow.
 

@@ -12,6 +12,7 @@ from .base import Family
 from .dense import DenseFamily
 from .opaque import OpaqueFamily
 from .qwen import Qwen35Family, QwenNextFamily
+from .step3p5 import Step35Family
 
 __all__ = ["FAMILIES", "Family", "family_class", "family_of"]
 
@@ -23,6 +24,7 @@ FAMILIES: dict[str, type[Family]] = {
     "qwen3_5": Qwen35Family,
     "qwen3_5_moe": Qwen35Family,
     "qwen3_next": QwenNextFamily,
+    "step3p5": Step35Family,
 }
 
 
