@@ -42,16 +42,26 @@ def block(x, w, config, place):
     return x + linear(gate * up, "mlp.down_proj")
 
 
-def head_logits(index):
-    """The reference of head ``index``: hidden as it comes out of the last block before it."""
+def head_hidden(index):
+    """What head ``index`` gives and the next one reads; hidden is that of the one before it."""
 
-    def logits(w, config, hidden, tokens):
+    def hidden_states(w, config, hidden, tokens):
         place, eps = config["num_hidden_layers"] + index, config["rms_norm_eps"]
         at = f"model.layers.{place}"
         e = rms_norm(w["model.embed_tokens.weight"][tokens], 1 + w[f"{at}.enorm.weight"], eps)
         h = rms_norm(hidden, 1 + w[f"{at}.hnorm.weight"], eps)
-        x = block(np.concatenate([e, h], -1) @ w[f"{at}.eh_proj.weight"].T, w, config, place)
-        own = f"{at}.transformer.shared_head"
-        return rms_norm(x, 1 + w[f"{own}.norm.weight"], eps) @ w[f"{own}.output.weight"].T
+        return block(np.concatenate([e, h], -1) @ w[f"{at}.eh_proj.weight"].T, w, config, place)
+
+    return hidden_states
+
+
+def head_logits(index):
+    """The logits of head ``index``."""
+
+    def logits(w, config, hidden, tokens):
+        x = head_hidden(index)(w, config, hidden, tokens)
+        own = f"model.layers.{config['num_hidden_layers'] + index}.transformer.shared_head"
+        x = rms_norm(x, 1 + w[f"{own}.norm.weight"], config["rms_norm_eps"])
+        return x @ w[f"{own}.output.weight"].T
 
     return logits
