@@ -10,6 +10,8 @@ from typing import Any
 
 from .base import Family
 from .dense import DenseFamily
+from .longcat import LongcatFamily
+from .nemotron_h import NemotronHFamily
 from .opaque import OpaqueFamily
 from .qwen import Qwen35Family, QwenNextFamily
 from .step3p5 import Step35Family
@@ -18,7 +20,9 @@ __all__ = ["FAMILIES", "Family", "family_class", "family_of"]
 
 FAMILIES: dict[str, type[Family]] = {
     "llama": DenseFamily,
+    "longcat_flash": LongcatFamily,
     "mistral": DenseFamily,
+    "nemotron_h": NemotronHFamily,
     "qwen2": DenseFamily,
     "qwen3": DenseFamily,
     "qwen3_5": Qwen35Family,
