@@ -6,6 +6,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from family_cases import CASES
+from mlx.utils import tree_flatten
 from references.step3p5 import head_hidden
 
 import mtplx
@@ -42,3 +43,19 @@ def test_a_head_that_the_configuration_does_not_describe_is_refused(tmp_path):
     with pytest.raises(ModelError, match="does not describe layer 4"):
         mtplx.load(CASE.write(tmp_path, layer_types=kinds), weights="float32")
     assert mtplx.load(tmp_path, weights="float32", head="none").head is None
+
+
+def arrays_of(module):
+    return {name: np.asarray(value) for name, value in tree_flatten(module.parameters())}
+
+
+def test_norms_of_a_conversion_are_taken_as_they_are(tmp_path):
+    raw = mtplx.load(CASE.write(tmp_path / "raw"), weights="float32")
+    weights = {n: w + 1 if w.ndim == 1 else w for n, w in CASE.weights().items() if CASE.is_head(n)}
+    path = CASE.write(tmp_path / "mlx", arrays_of(raw.trunk) | weights)
+    made = mtplx.load(path, weights="float32")
+    for part in ("trunk", "head"):
+        want, got = (arrays_of(getattr(bundle, part)) for bundle in (raw, made))
+        assert got.keys() == want.keys()
+        for name, value in want.items():
+            np.testing.assert_array_equal(got[name], value, err_msg=name)

@@ -24,7 +24,6 @@ class Case:
     (L, D), tokens (L,)) -> logits (L, V) of the first head in float64.  plain: a stored name as the
     reference calls it.  zero_centred: whether norms are stored as w - 1.  head_count: in the chain.
     is_head: whether a stored name is the head's.  further: the same as reference of deeper heads.
-    final_norm: the trunk's, if the first head reads what comes before it.
     """
 
     name: str
@@ -36,7 +35,6 @@ class Case:
     zero_centred: bool = False
     head_count: int = 1
     further: tuple[Callable[..., np.ndarray], ...] = ()
-    final_norm: str | None = None
     values: Mapping[str, Callable[[np.random.Generator, tuple[int, ...]], np.ndarray]] = field(
         default_factory=dict
     )  # of tensors, by the end of their names, that are not what ``weights`` makes of them

@@ -73,7 +73,7 @@ STEP3P5 = (
     Case(
         "step3p5", _CONFIG, _shapes(), step3p5.head_logits(0),
         is_head=lambda name: name.startswith(_BEHIND),
-        zero_centred=True, head_count=CHAIN, final_norm="model.norm.weight",
+        zero_centred=True, head_count=CHAIN,
         further=tuple(step3p5.head_logits(i) for i in range(1, CHAIN)),
     ),
 )  # fmt: skip

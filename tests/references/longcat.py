@@ -11,25 +11,36 @@ import numpy as np
 from .common import attend, rms_norm, rotate, swiglu
 
 
+def keys_and_values(latent, w, prefix, heads, nope):
+    """From one matrix as published, or from two for every head as mlx-lm stores it."""
+    if f"{prefix}.kv_b_proj.weight" in w:
+        both = (latent @ w[f"{prefix}.kv_b_proj.weight"].T).reshape(len(latent), heads, -1)
+        return both[..., :nope], both[..., nope:]
+    return (
+        np.einsum("lr,hrn->lhn", latent, w[f"{prefix}.embed_q.weight"]),
+        np.einsum("lr,hvr->lhv", latent, w[f"{prefix}.unembed_out.weight"]),
+    )
+
+
 def attention(x, w, prefix, config):
     """Every head's key is its own part of the latent and one rotary part that all share."""
     rows, eps = len(x), config["rms_norm_eps"]
     heads, rank, rope = (
         config[key] for key in ("num_attention_heads", "kv_lora_rank", "qk_rope_head_dim")
     )
-    nope, values = config["qk_nope_head_dim"], config["v_head_dim"]
+    nope = config["qk_nope_head_dim"]
     low = rms_norm(x @ w[f"{prefix}.q_a_proj.weight"].T, w[f"{prefix}.q_a_layernorm.weight"], eps)
     low = low * (config["hidden_size"] / config["q_lora_rank"]) ** 0.5
     q = (low @ w[f"{prefix}.q_b_proj.weight"].T).reshape(rows, heads, nope + rope)
     both = x @ w[f"{prefix}.kv_a_proj_with_mqa.weight"].T
     latent = rms_norm(both[:, :rank], w[f"{prefix}.kv_a_layernorm.weight"], eps)
     latent = latent * (config["hidden_size"] / rank) ** 0.5
-    kv = (latent @ w[f"{prefix}.kv_b_proj.weight"].T).reshape(rows, heads, nope + values)
+    keys, values = keys_and_values(latent, w, prefix, heads, nope)
     turned = rotate(q[..., nope:], config["rope_theta"], rope, interleaved=True)
     shared = rotate(both[:, None, rank:], config["rope_theta"], rope, interleaved=True)
     q = np.concatenate([q[..., :nope], turned], -1)
-    k = np.concatenate([kv[..., :nope], np.repeat(shared, heads, 1)], -1)
-    out = attend(q, k, kv[..., nope:], (nope + rope) ** -0.5)
+    k = np.concatenate([keys, np.repeat(shared, heads, 1)], -1)
+    out = attend(q, k, values, (nope + rope) ** -0.5)
     return out.reshape(rows, -1) @ w[f"{prefix}.o_proj.weight"].T
 
 
