@@ -6,6 +6,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from family_cases import CASES
+from mlx.utils import tree_flatten
 
 import mtplx
 from mtplx.drafters import MTPDrafter, Proposal
@@ -72,34 +73,102 @@ def test_drafts_change_nothing(case, bundles, temperature):
 def proposal_for(bundle):
     """Draws the likeliest token of whatever logits come."""
     law = History(mtplx.SamplerConfig(), PROMPT).draft_law
-    return Proposal(law, lambda offset, q: int(q.token_ids[0]), bundle.attached.family.vocab_size)
+    size = bundle.attached.family.vocab_size
+    return Proposal(law, lambda offset, q: int(q.token_ids[q.probs.argmax()]), size)
+
+
+def run_chain(bundle, hidden, tokens):
+    """Every head over all rows at once: hidden (L, D) and the tokens from the first row's on.
+
+    Head by head, what it reads (n, D), its outputs (n, D) and its cache; head k reads the tokens
+    k + 1 behind its rows, as far as they are known.
+    """
+    runs = []
+    for k, head in enumerate((bundle.attached, *bundle.attached.further)):
+        follow = tokens[k + 1 : k + 1 + len(hidden)]
+        # Of the trunk where its makers say so, else of the head before it.
+        trunks = k == 0 or getattr(head.head, "reads_trunk", False)
+        read = (hidden if trunks else runs[-1][1])[: len(follow)]
+        cache = head.new_cache()
+        runs.append((read, head.forward(read, mx.array(follow), cache), cache))
+    return runs
+
+
+@pytest.mark.parametrize("case", [c for c in CASES.values() if c.further], ids=lambda c: c.name)
+def test_logits_of_deeper_heads_are_the_references(case, bundles):
+    bundle = bundles(case)
+    runs = run_chain(bundle, hidden_of(bundle, PROMPT)[:-1], PROMPT)
+    weights = case.numpy_weights(case.weights())
+    assert len(case.further) == case.head_count - 1
+    for k, (head, reference) in enumerate(zip(bundle.attached.further, case.further, strict=True)):
+        read, out, _ = runs[k + 1]
+        assert len(out) == len(PROMPT) - 2 - k
+        want = reference(
+            weights, case.text_config, np.asarray(read, np.float64), PROMPT[k + 2 :]
+        )  # fmt: skip
+        np.testing.assert_allclose(np.asarray(head.logits(out)), want, rtol=0, atol=1e-4)
+
+
+def rows_of(cache, count):
+    """The first rows of every array in a cache."""
+    leaves = [leaf for _, leaf in tree_flatten(cache.state) if isinstance(leaf, mx.array)]
+    return [np.asarray(leaf[..., :count, :]) for leaf in leaves]
+
+
+def assert_drafted_as_a_whole(bundle, drafter, tokens, drafts):
+    """Drafts and caches are those of heads that are run over all rows at once."""
+    known = len(tokens) - 1
+    runs = run_chain(bundle, hidden_of(bundle, tokens[:-1]), [*tokens, *drafts])
+    for k, (cache, (_, _, whole)) in enumerate(zip(drafter.caches, runs, strict=True)):
+        rows = max(0, known - k)
+        assert cache_length(cache) == rows
+        if rows:
+            for left, right in zip(rows_of(cache, rows), rows_of(whole, rows), strict=True):
+                np.testing.assert_allclose(left, right, rtol=0, atol=1e-4)
+    heads = (bundle.attached, *bundle.attached.further)
+    for k, token in enumerate(drafts):
+        if k < len(heads):
+            head, last, cache = heads[k], runs[k][1][-1:], runs[k][2]
+        else:  # the last head again
+            last = head.forward(last, mx.array(drafts[k - 1 : k]), cache)
+        assert token == int(mx.argmax(head.logits(last)))
+
+
+def started(bundle, tokens, chunk=512):
+    """A drafter that has seen tokens, and the trunk's state of all but the last."""
+    drafter, state = MTPDrafter(bundle.attached), State(bundle.attached.family)
+    drafter.observe(tokens, None)
+    for hidden in state.prefill(tokens[:-1], chunk=chunk):
+        drafter.observe([], hidden)
+    return drafter, state
 
 
 @each
 def test_caches_after_rejections_at_every_position_are_those_of_a_fresh_start(case, bundles):
-    bundle, depth = bundles(case), 3
-    proposal = proposal_for(bundle)
-    drafter, state = MTPDrafter(bundle.attached), State(bundle.attached.family)
-    tokens = list(PROMPT)
-    drafter.observe(tokens, None)
-    for hidden in state.prefill(tokens[:-1], chunk=4):
-        drafter.observe([], hidden)
-    for keep in (0, 1, 2, 3, 0):
+    bundle, depth = bundles(case), max(3, case.head_count + 1)
+    proposal, tokens = proposal_for(bundle), list(PROMPT)
+    drafter, state = started(bundle, tokens, chunk=4)
+    for keep in (*range(depth + 1), 0):
         draft = drafter.propose(depth, proposal)
         mark = state.mark(depth + 1)
         hidden, _ = state.forward([tokens[-1], *draft.tokens])
         state.rollback(mark, [tokens[-1], *draft.tokens[:keep]])
-        emitted = [*draft.tokens[:keep], (draft.tokens[min(keep, 2)] + 1) % 320]
+        emitted = [*draft.tokens[:keep], (draft.tokens[min(keep, depth - 1)] + 1) % 320]
         tokens += emitted
         drafter.observe(emitted, hidden[: len(emitted)])
     again = drafter.propose(depth, proposal)
-    fresh = MTPDrafter(bundle.attached)
-    fresh.observe(tokens, None)
-    for hidden in State(bundle.attached.family).prefill(tokens[:-1]):
-        fresh.observe([], hidden)
+    assert_drafted_as_a_whole(bundle, drafter, tokens, again.tokens)
+    fresh, _ = started(bundle, tokens)
     assert fresh.propose(depth, proposal).tokens == again.tokens
-    for mine, other in zip(drafter.caches, fresh.caches, strict=True):
-        assert cache_length(mine) == cache_length(other)
+
+
+@each
+def test_drafts_after_prompts_shorter_than_the_chain(case, bundles):
+    bundle, depth = bundles(case), case.head_count + 2
+    for length in range(2, case.head_count + 3):
+        drafter, _ = started(bundle, PROMPT[:length])
+        drafts = drafter.propose(depth, proposal_for(bundle)).tokens
+        assert_drafted_as_a_whole(bundle, drafter, PROMPT[:length], drafts)
 
 
 def without(weights, name):

@@ -14,29 +14,35 @@ from .dense import DenseFamily
 from .ernie import ErnieFamily
 from .exaone import ExaoneMoeFamily
 from .glm4 import Glm4Family, Glm4LiteFamily
+from .longcat import LongcatFamily
 from .mimo import MiMoFamily, MiMoV2Family
+from .nemotron_h import NemotronHFamily
 from .opaque import OpaqueFamily
 from .qwen import Qwen35Family, QwenNextFamily
+from .step3p5 import Step35Family
 
 __all__ = ["FAMILIES", "Family", "family_class", "family_of"]
 
 FAMILIES: dict[str, type[Family]] = {
-    "ernie4_5_moe": ErnieFamily,
-    "exaone_moe": ExaoneMoeFamily,
     "deepseek_v3": DeepSeekFamily,
     "deepseek_v32": SparseFamily,
+    "ernie4_5_moe": ErnieFamily,
+    "exaone_moe": ExaoneMoeFamily,
     "glm4_moe": Glm4Family,
     "glm4_moe_lite": Glm4LiteFamily,
     "glm_moe_dsa": SparseFamily,
     "llama": DenseFamily,
+    "longcat_flash": LongcatFamily,
     "mimo": MiMoFamily,
     "mimo_v2_flash": MiMoV2Family,
     "mistral": DenseFamily,
+    "nemotron_h": NemotronHFamily,
     "qwen2": DenseFamily,
     "qwen3": DenseFamily,
     "qwen3_5": Qwen35Family,
     "qwen3_5_moe": Qwen35Family,
     "qwen3_next": QwenNextFamily,
+    "step3p5": Step35Family,
 }
 
 

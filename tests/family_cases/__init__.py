@@ -4,7 +4,11 @@ from .case import Case
 from .deepseek import DEEPSEEK
 from .ernie import ERNIE
 from .exaone import EXAONE
+from .longcat import LONGCAT
 from .mimo import MIMO
+from .nemotron_h import NEMOTRON_H
 from .qwen import QWEN
+from .step3p5 import STEP3P5
 
-CASES: dict[str, Case] = {case.name: case for case in (*DEEPSEEK, *ERNIE, *EXAONE, *MIMO, *QWEN)}
+_ALL = (*DEEPSEEK, *ERNIE, *EXAONE, *LONGCAT, *MIMO, *NEMOTRON_H, *QWEN, *STEP3P5)
+CASES: dict[str, Case] = {case.name: case for case in _ALL}
