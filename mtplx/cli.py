@@ -129,6 +129,8 @@ def _start(
     bundle, small = open_model(model, weights, **how), options.draft_model
     if small is not None:
         options = replace(options, draft_model=open_model(str(small), weights, head="none"))
+    if bundle.head_note and options.draft in ("auto", "mtp"):
+        console.note(bundle.head_note)
     return start(bundle, prompt, options)
 
 
@@ -213,13 +215,51 @@ def inspect(
     ],
     as_json: Json = False,
 ) -> None:
-    """Say what a model is and what would run, without loading its weights."""
+    """Say what a model is, whose each of its tensors is and what would run; reads no weights.
+
+    Exit code 1 if tensors do not fit.
+    """
     with _reported():
         prepare("auto")
+        from .inspection import BROKEN
         from .inspection import inspect as inspect_model
 
-        info = {**inspect_model(model).to_dict(), "blas": describe()}
-        console.print_json(info) if as_json else console.print_fields(info)
+        found = inspect_model(model)
+        info = {**found.to_dict(), "blas": describe()}
+        console.print_json(info) if as_json else console.print_model(info)
+        if found.verdict == BROKEN:
+            console.error(found.why)
+            raise typer.Exit(1)
+
+
+@app.command()
+def convert(
+    model: Annotated[
+        str, typer.Argument(metavar="HF_DIR", help="A directory as its makers publish it.")
+    ],
+    out: Annotated[Path, typer.Option(help="A directory to be made.")],
+    bits: Annotated[
+        int | None, typer.Option("--bits", "-q", help="Pack matrices into so many bits.")
+    ] = None,
+    group_size: Annotated[int, typer.Option(help="Weights that share a scale.")] = 64,
+    head_bits: Annotated[int | None, typer.Option(help="The MTP head's; as --bits.")] = None,
+    dtype: Annotated[
+        str | None, typer.Option(help="float16, bfloat16 or float32; as config.json says.")
+    ] = None,
+) -> None:
+    """Convert a model to MLX and keep its MTP head; mlx-lm loads the result, too."""
+    with _reported():
+        prepare("auto")
+        from .convert import convert as convert_model
+
+        with console.byte_bar("converting") as report:
+            made = convert_model(
+                model, out, bits=bits, group_size=group_size, head_bits=head_bits, dtype=dtype,
+                on_progress=report,
+            )  # fmt: skip
+        if made.note:
+            console.note(made.note)
+        print(made.path)
 
 
 @app.command()

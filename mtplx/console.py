@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -84,6 +84,32 @@ def print_fields(fields: Mapping[str, Any]) -> None:
             ", ".join(f"{k} {v}" for k, v in value.items()) if isinstance(value, dict) else value
         )
         print(f"{name.replace('_', ' '):<{width}}  {'-' if shown is None else shown}")
+
+
+def print_model(info: Mapping[str, Any]) -> None:
+    """What ``inspect`` found: what does not apply is left out, ignored tensors by their reasons."""
+    patterns: dict[str, list[str]] = {}
+    for pattern, reason in info["ignored"].items():
+        patterns.setdefault(reason, []).append(pattern)
+    shown = {name: value for name, value in info.items() if value not in ("", (), {}, [])}
+    shown.pop("ignored", None)
+    for key in ("mtp_files", "broken_tensor") if info["broken_tensor"] is None else ("why",):
+        shown.pop(key, None)  # said in another line, or as an error
+    print_fields(shown)
+    for reason, names in patterns.items():
+        print(f"ignored, {reason}:", *names, sep="\n  ")
+
+
+@contextmanager
+def byte_bar(what: str) -> Iterator[Callable[[int, int], None]]:
+    """A bar on a terminal; what it gives takes (bytes done, bytes in all)."""
+    console, columns = _err(), (TextColumn("{task.description}"), BarColumn(), DownloadColumn())
+    with Progress(
+        *columns, TimeRemainingColumn(), console=console, transient=True,
+        disable=not console.is_terminal,
+    ) as bar:  # fmt: skip
+        task = bar.add_task(what, total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
 
 
 def pull(model: str, *, verify: bool = False) -> Path:

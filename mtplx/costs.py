@@ -231,7 +231,7 @@ def _key(bundle: Bundle) -> dict[str, Any]:
 def _shapes(head: Any) -> list[Any]:
     if head is None:
         return []
-    vocabulary = getattr(head, "vocabulary", None)  # a chain has none
+    vocabulary = getattr(head, "vocabulary", None)  # a chain drafts from all
     parameters: dict[str, Any] = dict(tree_flatten(head.parameters()))
     return [
         0 if vocabulary is None else len(vocabulary.ids),

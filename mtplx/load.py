@@ -218,10 +218,29 @@ def _set_rope_factors(model: nn.Module, config: dict[str, Any], factors: mx.arra
 
 def _load_directory(source: str, checkpoint: Checkpoint, form: str) -> Parts:
     import mlx.core as mx
-    from mlx_lm.utils import get_total_parameters, load_model
+    from mlx_lm.utils import get_total_parameters
 
     check_supported(checkpoint)
     text = tokenizer.from_directory(checkpoint.path, checkpoint.config)
+    model, config = build_trunk(checkpoint)
+    parameters = get_total_parameters(model)
+    if form == "float32":
+        to_float32(model)
+    mx.eval(model.parameters())
+    provenance = Provenance(
+        source, checkpoint.path, checkpoint.files, checkpoint.config["model_type"],
+        checkpoint.describe(), describe_run(form, checkpoint.quantisation()), parameters, config,
+    )  # fmt: skip
+    return model, text, provenance
+
+
+def build_trunk(checkpoint: Checkpoint) -> tuple[nn.Module, dict[str, Any]]:
+    """The trunk of a supported directory and mlx-lm's configuration of it; no weights are read yet.
+
+    Raises ``ModelError``, and ``ModelFileError`` naming the tensor that does not fit.
+    """
+    from mlx_lm.utils import load_model
+
     try:
         model, config = load_model(
             checkpoint.path, lazy=True, get_model_classes=partial(_checked_classes, checkpoint)
@@ -234,15 +253,7 @@ def _load_directory(source: str, checkpoint: Checkpoint, form: str) -> Parts:
             f"config.json and weights ({type(e).__name__}: {e})", path=checkpoint.path,
         ) from e  # fmt: skip
     del model.load_weights, model.sanitize  # the checks set by _checked_classes
-    parameters = get_total_parameters(model)
-    if form == "float32":
-        to_float32(model)
-    mx.eval(model.parameters())
-    provenance = Provenance(
-        source, checkpoint.path, checkpoint.files, checkpoint.config["model_type"],
-        checkpoint.describe(), describe_run(form, checkpoint.quantisation()), parameters, config,
-    )  # fmt: skip
-    return model, text, provenance
+    return model, config
 
 
 def check_supported(checkpoint: Checkpoint) -> None:
