@@ -222,7 +222,11 @@ def test_signed_addresses_are_not_shown(there: fake_hub.FakeHub) -> None:
 def test_file_names_with_odd_characters(
     there: fake_hub.FakeHub, model_files: dict[str, bytes]
 ) -> None:
-    odd = {"model extra é#1%20?.safetensors": b"1", "tokenizer [a]&b=c+.json": b"2"}
+    odd = {
+        "merges.txt": b"",
+        "model extra é#1%20?.safetensors": b"1",
+        "tokenizer [a]&b=c+.json": b"2",
+    }
     there.hold("me/odd", model_files | odd)
     path = fetch.pull("me/odd")
     assert {p.name: p.read_bytes() for p in path.iterdir()} == model_files | odd
