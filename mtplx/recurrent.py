@@ -29,26 +29,20 @@ _ROWWISE = ("in_proj", "conv1d")
 class Tape:
     """What one mixer made of the rows of one forward; ``x``, (1, L, D), is None before it ran."""
 
-    mixer: Any
-    x: mx.array | None = None
-
     def __init__(self) -> None:
+        self.mixer: Any = None
+        self.x: Any = None
         self.made: dict[str, mx.array] = {}
 
     def record(self, mixer: Any, x: mx.array, cache: Any) -> mx.array:
         """Run the mixer as it is: (1, L, D) -> (1, L, D)."""
-
-        def keeping(name: str) -> Any:
-            def call(rows: mx.array) -> mx.array:
-                self.made[name] = mixer[name](rows)
-                return self.made[name]
-
-            return call
-
-        names = [name for name in mixer if name.startswith(_ROWWISE)]
-        out = _run(mixer, {name: keeping(name) for name in names}, x, cache)
+        children = {
+            name: lambda rows, name=name: self.made.setdefault(name, mixer[name](rows))
+            for name in mixer
+            if name.startswith(_ROWWISE)
+        }
         self.mixer, self.x = mixer, x
-        return out
+        return _run(mixer, children, x, cache)
 
     def replay(self, cache: Any, rows: int) -> None:
         """Bring ``cache``, as it was before the forward, to where the first ``rows`` leave it.
@@ -56,7 +50,6 @@ class Tape:
         What the state does not depend on is never computed: nobody reads the output.
         """
         children = {name: lambda _, out=out: out[:, :rows] for name, out in self.made.items()}
-        assert self.x is not None
         _run(self.mixer, children, self.x[:, :rows], cache)
 
 
