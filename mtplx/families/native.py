@@ -135,7 +135,13 @@ def read_chain(
     weights = tensors.plain_formats(placed, checkpoint)
     if family.zero_centred and values:
         weights = tensors.centre_norms(weights)
-    weights = family.settle(weights)
+    try:
+        weights = family.settle(weights)
+    except tensors.UnfitError as e:
+        name = origin.get(e.args[0]) or family.stored_name(e.args[0], config)
+        raise ModelFileError(
+            f"{checkpoint.path}: tensor {name!r} {e.args[1]}", path=checkpoint.path, tensor=name
+        ) from None
     chain = MTPChain(
         [family.new_head(i, _names_of(i, weights)) for i in range(_count(family, weights, config))]
     )

@@ -15,6 +15,10 @@ _FP8_BLOCK = 128  # rows and columns that share a scale (DeepSeek-V3 report, sec
 _NVFP4 = ("weight_scale_2", "weight_global_scale", "input_scale", "input_global_scale")
 
 
+class UnfitError(Exception):
+    """A tensor, by its name in a chain, and what is wrong with it."""
+
+
 def plain_formats(weights: dict[str, mx.array], checkpoint: Checkpoint) -> dict[str, mx.array]:
     """FP8 with scales for blocks becomes bfloat16; ``ModelError`` for formats MLX cannot compute.
 
