@@ -15,10 +15,11 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from .blas import activate as use_blas
-from .errors import MtplxError
-from .fetch import pull
 
 # Bound here and now, so that ``mtplx.load`` is the function and never the module of that name.
+from .convert import convert
+from .errors import MtplxError
+from .fetch import pull
 from .load import Bundle, load
 from .options import Options
 from .sampler_config import SamplerConfig
@@ -39,6 +40,7 @@ __all__ = [
     "SamplerConfig",
     "Stream",
     "__version__",
+    "convert",
     "generate",
     "load",
     "pull",

@@ -11,7 +11,15 @@ import numpy as np
 
 from . import costs, engine
 from .depth import COPY_LIMIT, HEAD_LIMIT, Costs
-from .drafters import AutoDrafter, Drafter, MTPDrafter, NgramDrafter, NoDrafter
+from .drafters import (
+    AutoDrafter,
+    Drafter,
+    ModelDrafter,
+    MTPDrafter,
+    NgramDrafter,
+    NoDrafter,
+    shared_vocabulary,
+)
 from .errors import RequestError
 from .families import family_of
 from .grammar import compile_grammar
@@ -174,17 +182,28 @@ def _check_bias(bundle: Bundle, options: Options) -> None:
             )
 
 
-def _drafter(bundle: Bundle, draft: str, known: Costs | None) -> Drafter:
+def _drafter(bundle: Bundle, options: Options, known: Costs | None) -> Drafter:
     """known: the costs by which depths are chosen, None if they are not."""
-    head = bundle.attached if draft in ("auto", "mtp") else None
-    if draft == "mtp" and head is None:
-        raise RequestError("draft 'mtp' needs an MTP head, and this model has none")
+    draft = options.draft
     if draft == "none":
         return NoDrafter()
-    mtp = None if head is None else MTPDrafter(head)
+    model = _drawing(bundle, options)
     if known is None:
-        return mtp or NgramDrafter()
-    return AutoDrafter(mtp, None if draft == "mtp" else NgramDrafter(), known)
+        return model or NgramDrafter()
+    return AutoDrafter(model, None if draft in ("mtp", "model") else NgramDrafter(), known)
+
+
+def _drawing(bundle: Bundle, options: Options) -> Drafter | None:
+    """The drafter that draws from a law of its own, if there is to be one."""
+    small = options.draft_model
+    if isinstance(small, Bundle):
+        shared = shared_vocabulary(bundle.tokenizer, small.tokenizer)
+        context = _configured(small, "max_position_embeddings")
+        return ModelDrafter(family_of(small.trunk), shared, context)
+    head = bundle.attached if options.draft in ("auto", "mtp") else None
+    if options.draft == "mtp" and head is None:
+        raise RequestError("draft 'mtp' needs an MTP head, and this model has none")
+    return None if head is None else MTPDrafter(head)
 
 
 def _history(bundle: Bundle, ids: Sequence[int], options: Options) -> History:
@@ -206,8 +225,11 @@ def start(bundle: Bundle, prompt: Prompt, options: Options, on_round: OnRound = 
     room = _room(bundle, ids, options.max_tokens)
     _check_bias(bundle, options)
     depth: int | str = 0 if options.draft == "none" else options.depth
-    known, told = costs.in_force(bundle) if depth == "auto" else (None, None)
-    drafter = _drafter(bundle, options.draft, known)
+    small = options.draft_model
+    if not isinstance(small, Bundle | None):
+        raise RequestError(f"draft_model must be a model that `mtplx.load` gave, not {small!r}")
+    known, told = costs.in_force(bundle, small) if depth == "auto" else (None, None)
+    drafter = _drafter(bundle, options, known)
     family = bundle.attached.family if bundle.attached and drafter.needs_hidden else None
     rule = options.verify or ("block" if options.seed is None else "coupled")
     seed = secrets.randbits(_SEED_BITS) if options.seed is None else options.seed

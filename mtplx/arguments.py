@@ -10,12 +10,17 @@ import typer
 from . import console
 from .blas import Choice, activate
 from .errors import RequestError
-from .fetch import known
+from .fetch import lacks
 from .options import DraftSource, RuleName, WeightsForm
 
 Model = Annotated[
     str,
-    typer.Option("--model", "-m", help="The default's name, an mlx-lm directory or a .gguf file."),
+    typer.Option(
+        "--model",
+        "-m",
+        help="The default's name, an mlx-lm directory, a .gguf file, or org/name(@revision) of the"
+        " Hugging Face Hub.",
+    ),
 ]
 Blas = Annotated[Choice, typer.Option(help="BLAS for a Linux CPU; auto is the fastest there.")]
 Weights = Annotated[
@@ -63,6 +68,10 @@ Draft = Annotated[
     DraftSource,
     typer.Option(help="auto: the MTP head if there is one, n-grams where they promise more."),
 ]
+DraftModel = Annotated[
+    str | None,
+    typer.Option(metavar="MODEL", help="A smaller model to draft with; for draft auto or model."),
+]
 Depth = Annotated[
     str,
     typer.Option(metavar="K|auto", help="Most tokens drafted a round; auto: as many as pay."),
@@ -89,7 +98,7 @@ def prepare(blas: Choice) -> None:
 
 def open_model(model: str, weights: str, *, head: str = "auto", any_trunk: bool = False) -> Any:
     """A bundle, downloaded first if need be."""
-    if known(model):
+    if lacks(model):
         console.pull(model)
     with console.working(f"loading {model}"):
         from .load import load

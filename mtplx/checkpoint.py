@@ -24,9 +24,10 @@ INDEX = "model.safetensors.index.json"
 SIDECAR, HEAD_CONFIG = "mtp.safetensors", "mtp_config.json"
 # Files of a head alone, which no index need list; those of heads that mtplx trained have a
 # configuration and are read by ``head_file``.
-_HEAD_FILES = ("mtp*.safetensors", "model-mtp*.safetensors")
+_HEAD_FILES = ("mtp*.safetensors", "model-mtp*.safetensors", "model_mtp*.safetensors")
 _REFUSED = (".bin", ".pt", ".pth", ".npz", ".ckpt", ".pkl")
 GROUP_SIZES, BITS = (16, 32, 64, 128), (2, 3, 4, 5, 6, 8)  # what MLX packs
+UNREADABLE = ("F4", "F8_E5M2")  # types that the format has and MLX has not
 _SIZES = (
     "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
     "intermediate_size", "vocab_size", "max_position_embeddings",

@@ -6,7 +6,7 @@ Exit codes: 0 done, 1 it failed, 2 the command is wrong, 130 interrupted.
 from __future__ import annotations
 
 import sys
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -21,6 +21,7 @@ from .arguments import (
     Blas,
     Depth,
     Draft,
+    DraftModel,
     Head,
     Json,
     JsonSchema,
@@ -119,11 +120,18 @@ def _read_prompt(prompt: str | None) -> str:
         raise RequestError(f"standard input is not UTF-8: {e}") from None
 
 
-def _start(prompt: str, options: Options, blas: Choice, model: str, **how: Any) -> Any:
+def _start(
+    prompt: str, options: Options, blas: Choice, model: str, weights: str, **how: Any
+) -> Any:
     prepare(blas)
     from .api import start
 
-    return start(open_model(model, **how), prompt, options)
+    bundle, small = open_model(model, weights, **how), options.draft_model
+    if small is not None:
+        options = replace(options, draft_model=open_model(str(small), weights, head="none"))
+    if bundle.head_note and options.draft in ("auto", "mtp"):
+        console.note(bundle.head_note)
+    return start(bundle, prompt, options)
 
 
 def _result(result: Any) -> dict[str, Any]:
@@ -156,6 +164,7 @@ def generate(
     logprobs: Logprobs = False,
     top_logprobs: TopLogprobs = 0,
     draft: Draft = "auto",
+    draft_model: DraftModel = None,
     depth: Depth = "auto",
     verify: Verify = None,
     raw: Raw = False,
@@ -170,37 +179,87 @@ def generate(
     given = locals()
     with _reported():
         options = _options(given)
-        how = {"weights": weights, "head": head, "any_trunk": any_trunk}
-        stream = _start(_read_prompt(prompt), options, blas, model, **how)
+        how = {"head": head, "any_trunk": any_trunk}
+        stream = _start(_read_prompt(prompt), options, blas, model, weights, **how)
         if as_json:
             console.print_json(_result(stream.result()))
         else:
             console.stream_text(stream, show_drafts=show_drafts)
             console.summarise(stream.result())
+        doubt = stream.result().stats.head_doubt
+        if doubt:
+            console.note(doubt)
 
 
 @app.command()
 def pull(
-    model: Annotated[str, typer.Argument(help="A known name.")] = DEFAULT_MODEL,
-    verify: Annotated[bool, typer.Option("--verify", help="Check the sha256 again.")] = False,
+    model: Annotated[
+        str, typer.Argument(help="A known name, org/name or org/name@revision.")
+    ] = DEFAULT_MODEL,
+    verify: Annotated[bool, typer.Option("--verify", help="Check the digests again.")] = False,
 ) -> None:
-    """Download a model by name, through the machine's own pip settings, and print its path."""
+    """Download a model and print its path.
+
+    A known name comes through the machine's own pip settings. org/name is the newest commit of a
+    model of the Hugging Face Hub, org/name@revision that of a branch or tag, or a commit itself:
+    its safetensors, configuration and tokenizer, checked, in the cache that huggingface_hub uses.
+    """
     with _reported():
         print(console.pull(model, verify=verify))
 
 
 @app.command()
 def inspect(
-    model: Annotated[str, typer.Argument(help="A known name, a directory or a .gguf file.")],
+    model: Annotated[
+        str, typer.Argument(help="A known name, a directory, a .gguf file or org/name.")
+    ],
     as_json: Json = False,
 ) -> None:
-    """Say what a model is and what would run, without loading its weights."""
+    """Say what a model is, whose each of its tensors is and what would run; reads no weights.
+
+    Exit code 1 if tensors do not fit.
+    """
     with _reported():
         prepare("auto")
+        from .inspection import BROKEN
         from .inspection import inspect as inspect_model
 
-        info = {**inspect_model(model).to_dict(), "blas": describe()}
-        console.print_json(info) if as_json else console.print_fields(info)
+        found = inspect_model(model)
+        info = {**found.to_dict(), "blas": describe()}
+        console.print_json(info) if as_json else console.print_model(info)
+        if found.verdict == BROKEN:
+            console.error(found.why)
+            raise typer.Exit(1)
+
+
+@app.command()
+def convert(
+    model: Annotated[
+        str, typer.Argument(metavar="HF_DIR", help="A directory as its makers publish it.")
+    ],
+    out: Annotated[Path, typer.Option(help="A directory to be made.")],
+    bits: Annotated[
+        int | None, typer.Option("--bits", "-q", help="Pack matrices into so many bits.")
+    ] = None,
+    group_size: Annotated[int, typer.Option(help="Weights that share a scale.")] = 64,
+    head_bits: Annotated[int | None, typer.Option(help="The MTP head's; as --bits.")] = None,
+    dtype: Annotated[
+        str | None, typer.Option(help="float16, bfloat16 or float32; as config.json says.")
+    ] = None,
+) -> None:
+    """Convert a model to MLX and keep its MTP head; mlx-lm loads the result, too."""
+    with _reported():
+        prepare("auto")
+        from .convert import convert as convert_model
+
+        with console.byte_bar("converting") as report:
+            made = convert_model(
+                model, out, bits=bits, group_size=group_size, head_bits=head_bits, dtype=dtype,
+                on_progress=report,
+            )  # fmt: skip
+        if made.note:
+            console.note(made.note)
+        print(made.path)
 
 
 @app.command()

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -86,23 +86,51 @@ def print_fields(fields: Mapping[str, Any]) -> None:
         print(f"{name.replace('_', ' '):<{width}}  {'-' if shown is None else shown}")
 
 
+def print_model(info: Mapping[str, Any]) -> None:
+    """What ``inspect`` found: what does not apply is left out, ignored tensors by their reasons."""
+    patterns: dict[str, list[str]] = {}
+    for pattern, reason in info["ignored"].items():
+        patterns.setdefault(reason, []).append(pattern)
+    shown = {name: value for name, value in info.items() if value not in ("", (), {}, [])}
+    shown.pop("ignored", None)
+    for key in ("mtp_files", "broken_tensor") if info["broken_tensor"] is None else ("why",):
+        shown.pop(key, None)  # said in another line, or as an error
+    print_fields(shown)
+    for reason, names in patterns.items():
+        print(f"ignored, {reason}:", *names, sep="\n  ")
+
+
+@contextmanager
+def byte_bar(what: str) -> Iterator[Callable[[int, int], None]]:
+    """A bar on a terminal; what it gives takes (bytes done, bytes in all)."""
+    console, columns = _err(), (TextColumn("{task.description}"), BarColumn(), DownloadColumn())
+    with Progress(
+        *columns, TimeRemainingColumn(), console=console, transient=True,
+        disable=not console.is_terminal,
+    ) as bar:  # fmt: skip
+        task = bar.add_task(what, total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
 def pull(model: str, *, verify: bool = False) -> Path:
     """Download a model with a progress bar; its path."""
-    from .fetch import download_size, known
-    from .fetch import pull as fetch_model
+    from . import fetch
 
-    size = download_size(model) if known(model) else 0
-    if not size:
-        return fetch_model(model, verify=verify)
-    note(f"downloading {model}, {size / 1e6:.0f} MB, once; `mtplx pull --help` says more")
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn())
-    with Progress(*columns, TimeRemainingColumn(), console=_err(), transient=True) as progress:
-        task = progress.add_task("download", total=size)
-        return fetch_model(
-            model,
-            verify=verify,
-            on_progress=lambda done, total: progress.update(task, completed=done, total=total),
-        )
+    bar = Progress(*columns, TimeRemainingColumn(), console=_err(), transient=True)
+    with ExitStack() as shown:
+
+        def report(done: int, total: int) -> None:
+            if not bar.tasks:
+                size = f"{total / 1e6:.0f} MB"
+                note(f"downloading {model}, {size}, once; `mtplx pull --help` says more")
+                shown.enter_context(bar).add_task("download")
+            bar.update(bar.task_ids[0], completed=done, total=total)
+
+        path = fetch.pull(model, on_progress=report, verify=verify)
+    if fetch.repository(model):
+        note(f"this is {fetch.origin(model, path)}")
+    return path
 
 
 def stream_text(stream: Stream, *, show_drafts: bool = False) -> None:

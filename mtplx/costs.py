@@ -127,8 +127,12 @@ def _drafting(head: AttachedHead, ids: list[int]) -> list[Callable[[], float]]:
 # --- storing ----------------------------------------------------------------------------------
 
 
-def in_force(bundle: Bundle) -> tuple[Costs, dict[str, Any]]:
-    """The costs to choose depths by, and what statistics say of them."""
+def in_force(bundle: Bundle, draft_model: Bundle | None = None) -> tuple[Costs, dict[str, Any]]:
+    """The costs to choose depths by, and what statistics say of them.
+
+    A step of a draft model is not measured: a forward over one row takes as long as its weights
+    take to be read, so it costs as much of the trunk's as its weights have of the trunk's bytes.
+    """
     note = {}
     try:
         found = stored(bundle)
@@ -137,7 +141,15 @@ def in_force(bundle: Bundle) -> tuple[Costs, dict[str, Any]]:
     default = KERNEL_COSTS if is_fused(bundle.trunk) else DEFAULT_COSTS
     costs = (found or default).relative()
     source = "default" if found is None else "tuned"
+    if draft_model is not None:
+        share = round(_nbytes(draft_model) / _nbytes(bundle), 4)
+        costs, note["draft_from"] = Costs(costs.forward, share), "bytes"
     return costs, {"from": source, **_numbers(costs), **note}
+
+
+def _nbytes(bundle: Bundle) -> int:
+    parameters: dict[str, Any] = dict(tree_flatten(bundle.trunk.parameters()))
+    return sum(value.nbytes for value in parameters.values())
 
 
 def stored(bundle: Bundle) -> Costs | None:
@@ -219,7 +231,7 @@ def _key(bundle: Bundle) -> dict[str, Any]:
 def _shapes(head: Any) -> list[Any]:
     if head is None:
         return []
-    vocabulary = head.vocabulary
+    vocabulary = getattr(head, "vocabulary", None)  # a chain drafts from all
     parameters: dict[str, Any] = dict(tree_flatten(head.parameters()))
     return [
         0 if vocabulary is None else len(vocabulary.ids),

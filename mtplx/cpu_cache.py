@@ -12,17 +12,22 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models.cache import KVCache
 
+_STEP = 64  # positions by which several sequences grow: room for 256 more is gigabytes
+
 
 class Bank:
-    """Keys and values of layers: ``array`` is (layers, 2, heads, room, size) float32.
+    """Keys and values of layers: ``array`` is (layers, 2, batch * heads, room, size) float32.
 
     What lies behind the offset of the caches is room: it may hold anything.
     """
 
-    def __init__(self, caches: Sequence[KVCache], heads: int, size: int):
-        self.array = mx.zeros((len(caches), 2, heads, 0, size))
+    def __init__(self, caches: Sequence[KVCache], batch: int, heads: int, size: int):
+        self.batch = batch
+        self.array = mx.zeros((len(caches), 2, batch * heads, 0, size))
         if used := caches[0].offset:
-            pairs = [[part[0, :, :used] for part in (c.keys, c.values)] for c in caches]
+            pairs = [
+                [part[:, :, :used].flatten(0, 1) for part in (c.keys, c.values)] for c in caches
+            ]
             self.array = mx.stack([mx.stack(pair) for pair in pairs]).astype(mx.float32)
 
     def holds(self, caches: Sequence[Any]) -> bool:
@@ -34,12 +39,16 @@ class Bank:
 
     def make_room(self, offset: int, rows: int) -> None:
         """Grow to hold ``rows`` behind the first ``offset``: by whole steps, or by half."""
-        layers, two, heads, room, size = self.array.shape
-        if offset + rows > room:
+        if offset + rows > self.array.shape[3]:
+            step = KVCache.step if self.batch == 1 else _STEP
             more = max(offset + rows, offset * 3 // 2)
-            new = -(-more // KVCache.step) * KVCache.step - offset
-            spare = mx.zeros((layers, two, heads, new, size))
-            self.array = mx.concatenate([self.array[..., :offset, :], spare], axis=3)
+            new = -(-more // step) * step - offset
+            widths = [(0, 0), (0, 0), (0, 0), (0, new), (0, 0)]
+            self.array = mx.pad(self.array[..., :offset, :], widths)
+
+    def part(self, place: int, which: int) -> mx.array:
+        """Keys (0) or values (1) of one layer, (batch, heads, room, size)."""
+        return self.array[place, which].reshape(self.batch, -1, *self.array.shape[3:])
 
 
 class BankedCache(KVCache):
@@ -50,8 +59,8 @@ class BankedCache(KVCache):
 
     @property
     def keys(self) -> mx.array:
-        """(1, heads, room, size)."""
-        return self.bank.array[self.place, :1]
+        """(batch, heads, room, size)."""
+        return self.bank.part(self.place, 0)
 
     @keys.setter
     def keys(self, value: mx.array) -> None:
@@ -60,8 +69,8 @@ class BankedCache(KVCache):
 
     @property
     def values(self) -> mx.array:
-        """(1, heads, room, size)."""
-        return self.bank.array[self.place, 1:]
+        """(batch, heads, room, size)."""
+        return self.bank.part(self.place, 1)
 
     @values.setter
     def values(self, value: mx.array) -> None:
@@ -89,12 +98,12 @@ class BankedCache(KVCache):
 BankedCache.__name__ = KVCache.__name__  # for mlx-lm's files, which name the class to load
 
 
-def bank_of(caches: Sequence[Any], heads: int, size: int) -> Bank:
-    """The bank of caches of one length; ordinary ones move into a new one, in place."""
+def bank_of(caches: Sequence[Any], batch: int, heads: int, size: int) -> Bank:
+    """The bank of caches of one length and batch; ordinary ones move into a new one, in place."""
     bank = getattr(caches[0], "bank", None)
     if bank is not None and bank.holds(caches):
         return bank
-    bank = Bank(caches, heads, size)
+    bank = Bank(caches, batch, heads, size)
     for place, cache in enumerate(caches):
         cache.bank, cache.place = bank, place
         cache.__class__ = BankedCache

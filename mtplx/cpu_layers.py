@@ -1,10 +1,11 @@
 """Puts the CPU kernels of ``mtplx-kernels`` under a loaded trunk: the one place that knows them.
 
 ``fuse`` swaps the modules of a trunk *instance* of the Llama kind (``SERVED``): every matrix goes
-into the kernels' layout, as it is stored, and a run of one sequence over ordinary KV caches becomes
-one operation. A row's result is then bitwise the same in any company: 1 row or 8, any threads, any
-room in the cache. What the operation does not do (several sequences, other caches or masks) goes
-mlx-lm's own way over the same matrices, decided by the shapes of each call.
+into the kernels' layout, as it is stored, and a run over ordinary KV caches becomes one operation:
+of one sequence, or of several in lockstep. A row's result is then bitwise the same in any company:
+1 row or 8, alone or beside other sequences, any threads, any room in the cache. What the operation
+does not do (other caches or masks) goes mlx-lm's own way over the same matrices, decided by the
+shapes of each call.
 
 The kernels give float32 and keep float32 caches; over quantised weights they round activations to
 whole numbers of 16 bits a group. They have no gradient.
@@ -116,9 +117,9 @@ class Stack:
     def __call__(
         self, x: mx.array, caches: Sequence[KVCache], levels: tuple[int, ...] = ()
     ) -> mx.array:
-        """Rows (1, R, D) -> (1, R, (1 + len(levels)) D); the caches take the R rows."""
-        rows, offset = x.shape[1], caches[0].offset
-        bank = self._bank(caches, rows)
+        """Rows (B, R, D) -> (B, R, (1 + len(levels)) D); the caches take R rows a sequence."""
+        (batch, rows, _), offset = x.shape, caches[0].offset
+        bank = self._bank(caches, batch, rows)
         out, bank.array = self._run(levels)(x, offset, bank.array)
         for cache in caches:
             cache.offset = offset + rows
@@ -128,7 +129,7 @@ class Stack:
         self, combine: Any, state: mx.array, tokens: mx.array, cache: KVCache
     ) -> mx.array:
         """An MTP head's rows through its one layer: state (R, F), tokens (R,) -> (R, D)."""
-        bank = self._bank([cache], len(state))
+        bank = self._bank([cache], 1, len(state))
         call = self._run(()), state, tokens.tolist(), cache.offset, bank.array
         out, bank.array = combine.step(*call)
         cache.offset += len(state)
@@ -142,29 +143,26 @@ class Stack:
             self._by_levels[levels] = run
         return run
 
-    def _bank(self, caches: Sequence[KVCache], rows: int) -> Bank:
-        bank = bank_of(caches, *self._cache_shape)
+    def _bank(self, caches: Sequence[KVCache], batch: int, rows: int) -> Bank:
+        bank = bank_of(caches, batch, *self._cache_shape)
         bank.make_room(caches[0].offset, rows)
         return bank
 
 
-def _is_plain(cache: Any) -> bool:
+def _holds(cache: Any, batch: int) -> bool:
+    if type(cache) is BankedCache:
+        return cache.bank.batch == batch
     if type(cache) is not KVCache:
         return False
-    return cache.keys is None or (cache.keys.dtype == mx.float32 and len(cache.keys) == 1)
+    return cache.keys is None or (cache.keys.dtype == mx.float32 and len(cache.keys) == batch)
 
 
 def takes(x: mx.array, caches: Sequence[Any]) -> bool:
-    """Whether ``Stack`` runs this: one sequence, ordinary float32 caches of one length."""
-    return (
-        x.ndim == 3
-        and x.shape[0] == 1
-        and x.shape[1] > 0
-        and all(
-            (type(cache) is BankedCache or _is_plain(cache)) and cache.offset == caches[0].offset
-            for cache in caches
-        )
-    )
+    """Whether ``Stack`` runs x (B, R, D): ordinary float32 caches of B sequences, of one length."""
+    if x.ndim != 3 or x.size == 0:
+        return False
+    batch = x.shape[0]
+    return all(_holds(cache, batch) and cache.offset == caches[0].offset for cache in caches)
 
 
 class _FusedBlock:
@@ -194,9 +192,9 @@ class _FusedModel:
         return super().__call__(inputs, cache, input_embeddings)  # type: ignore[misc]
 
     def run_levels(self, tokens: mx.array, cache: Any, levels: tuple[int, ...]) -> mx.array | None:
-        """Tokens (1, L) -> the normed output and the layers ``levels``, each by its rms: features.
+        """Tokens (B, L) -> the normed output and the layers ``levels``, each by its rms: features.
 
-        (1, L, (1 + len(levels)) D); None where it has to go the ordinary way.
+        (B, L, (1 + len(levels)) D); None where it has to go the ordinary way.
         """
         if self.stack is None or not cache or len(cache) != len(self.stack.layers):
             return None

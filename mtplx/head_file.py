@@ -192,18 +192,10 @@ def read_head(
     """
     import mlx.core as mx
 
-    from .mtp_patch import MTPHead
-
     config, file = read_config(folder), folder / WEIGHTS
     if not any_trunk:
         config.check_trunk(folder, provenance.files)
-    family = _fitting_family(folder / CONFIG, config, trunk)
-    head = MTPHead(
-        config.hidden_size, config.norm_eps, family.new_layer(),
-        embedding_first=config.embedding_first, levels=config.levels,
-        copy_bonus=config.copy_bonus,
-    )  # fmt: skip
-    _check_tensors(file, config, head)
+    head, family = fit_head(folder, config, trunk)
     if fetch.file_sha256(file) != config.sha256:
         raise ModelFileError(f"{file}: its sha256 is not the one in {CONFIG}", path=file)
     arrays: Any = mx.load(str(file))
@@ -224,6 +216,20 @@ def read_head(
     head.eval()
     mx.eval(head.parameters())
     return head
+
+
+def fit_head(folder: Path, config: HeadConfig, trunk: Any) -> tuple[MTPHead, HeadedFamily]:
+    """A head for ``trunk`` that the tensors in a directory fit, by its header; no weights in it."""
+    from .mtp_patch import MTPHead
+
+    family = _fitting_family(folder / CONFIG, config, trunk)
+    head = MTPHead(
+        config.hidden_size, config.norm_eps, family.new_layer(),
+        embedding_first=config.embedding_first, levels=config.levels,
+        copy_bonus=config.copy_bonus,
+    )  # fmt: skip
+    _check_tensors(folder / WEIGHTS, config, head)
+    return head, family
 
 
 def _fitting_family(file: Path, config: HeadConfig, trunk: Any) -> HeadedFamily:

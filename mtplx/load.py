@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, get_args
 
 from mtplx import fetch, gguf, gguf_llama, head_file, native, native_head, tokenizer
 from mtplx.blas import activate
-from mtplx.checkpoint import BITS, GROUP_SIZES, Checkpoint, read_checkpoint
+from mtplx.checkpoint import BITS, GROUP_SIZES, UNREADABLE, Checkpoint, read_checkpoint
 from mtplx.errors import ModelError, ModelFileError
 from mtplx.fetch import DEFAULT_MODEL
 from mtplx.options import WeightsForm
@@ -57,13 +57,15 @@ def load(
     head: str | Path | MTPHead | MTPChain | None = "auto",
     any_trunk: bool = False,
 ) -> Bundle:
-    """Loads a model: the default's name, an mlx-lm directory (safetensors), or a llama ``.gguf``.
+    """Loads the default's name, an mlx-lm directory (safetensors), a llama ``.gguf`` or a hub's id.
 
     ``weights``: "packed" keeps them as stored, "float32" dequantises and widens. "auto" is, where
     the default device is a CPU, as stored and computed by mtplx's own kernels if they are installed
     and have the architecture (``cpu_layers``), else float32 (MLX's packed and 16-bit products are
-    slow there); and packed elsewhere. A known name that is not in the cache is downloaded first. No
-    code that comes with a model is ever run.
+    slow there); and packed elsewhere. No code that comes with a model is ever run.
+
+    A known name or an id ("org/name", "org/name@revision", see ``hub``) that is not in the cache is
+    downloaded first; what is there is used as it is, whatever is newer. A path that exists wins.
 
     ``head``: a directory with an MTP head, an ``MTPHead``, "none" or None, or "auto": the head that
     was trained for the model and lies in its directory, else the one that the model itself carries
@@ -80,13 +82,14 @@ def load(
         raise ValueError(f"weights is {weights!r}, not one of {', '.join(forms)}")
     head = _check_head(head)
     path = fetch.resolve(model)
+    origin = fetch.origin(model, path)
     checkpoint = read_checkpoint(path) if path.is_dir() else None
     if checkpoint is not None:
         form = resolve_weights(weights, checkpoint.config["model_type"])
-        parts = _load_directory(str(model), checkpoint, form)
+        parts = _load_directory(origin, checkpoint, form)
     else:
         form = resolve_weights(weights, gguf_llama.ARCHITECTURE)
-        parts = _load_gguf(str(model), gguf.read_header(path), form)
+        parts = _load_gguf(origin, gguf.read_header(path), form)
     trunk, text, provenance = parts
     if form == "kernels":
         from mtplx import cpu_layers
@@ -215,10 +218,29 @@ def _set_rope_factors(model: nn.Module, config: dict[str, Any], factors: mx.arra
 
 def _load_directory(source: str, checkpoint: Checkpoint, form: str) -> Parts:
     import mlx.core as mx
-    from mlx_lm.utils import get_total_parameters, load_model
+    from mlx_lm.utils import get_total_parameters
 
     check_supported(checkpoint)
     text = tokenizer.from_directory(checkpoint.path, checkpoint.config)
+    model, config = build_trunk(checkpoint)
+    parameters = get_total_parameters(model)
+    if form == "float32":
+        to_float32(model)
+    mx.eval(model.parameters())
+    provenance = Provenance(
+        source, checkpoint.path, checkpoint.files, checkpoint.config["model_type"],
+        checkpoint.describe(), describe_run(form, checkpoint.quantisation()), parameters, config,
+    )  # fmt: skip
+    return model, text, provenance
+
+
+def build_trunk(checkpoint: Checkpoint) -> tuple[nn.Module, dict[str, Any]]:
+    """The trunk of a supported directory and mlx-lm's configuration of it; no weights are read yet.
+
+    Raises ``ModelError``, and ``ModelFileError`` naming the tensor that does not fit.
+    """
+    from mlx_lm.utils import load_model
+
     try:
         model, config = load_model(
             checkpoint.path, lazy=True, get_model_classes=partial(_checked_classes, checkpoint)
@@ -231,21 +253,19 @@ def _load_directory(source: str, checkpoint: Checkpoint, form: str) -> Parts:
             f"config.json and weights ({type(e).__name__}: {e})", path=checkpoint.path,
         ) from e  # fmt: skip
     del model.load_weights, model.sanitize  # the checks set by _checked_classes
-    parameters = get_total_parameters(model)
-    if form == "float32":
-        to_float32(model)
-    mx.eval(model.parameters())
-    provenance = Provenance(
-        source, checkpoint.path, checkpoint.files, checkpoint.config["model_type"],
-        checkpoint.describe(), describe_run(form, checkpoint.quantisation()), parameters, config,
-    )  # fmt: skip
-    return model, text, provenance
+    return model, config
 
 
 def check_supported(checkpoint: Checkpoint) -> None:
-    """Raises ``ModelError`` unless mlx-lm itself has a class for the configuration."""
+    """Raises ``ModelError`` unless mlx-lm has a class for the configuration, MLX for the types."""
     from mlx_lm.utils import _get_classes
 
+    for name, tensor in {**checkpoint.tensors, **checkpoint.sidecar}.items():
+        if tensor.dtype in UNREADABLE and tensor.file in checkpoint.files:
+            raise ModelError(
+                f"{tensor.file}: tensor {name!r} is stored as {tensor.dtype} (NVFP4 has such),"
+                " which MLX does not read"
+            )
     try:
         _get_classes(dict(checkpoint.config))
     except (ValueError, AttributeError) as e:

@@ -85,7 +85,7 @@ def summed(outputs: Sequence[Generation]) -> Stats:
     parts = [vars(output.stats) for output in outputs]
     first = outputs[0].stats
     total = Stats(first.drafter, first.rule, first.depth)
-    for name in ("tokens", "rounds", "emitted"):
+    for name in ("tokens", "rounds", "emitted", "head_drafted", "head_kept"):
         setattr(total, name, sum(part[name] for part in parts))
     for name in ("draft_seconds", "forward_seconds", "other_seconds"):
         setattr(total, name, sum(part[name] for part in parts))
@@ -173,6 +173,8 @@ def _enter(result: Measurement, temperature: float, found: dict[str, list[Genera
     fixed, auto, plain = (summed(found[name]) for name in ("k3", "auto", "ar"))
     acceptance, at = fixed.acceptance_by_position, label("t", temperature)
     speed = auto.tokens_per_second / plain.tokens_per_second
+    if fixed.head_doubt:
+        result.notes.append(f"T = {temperature:g}: {fixed.head_doubt}")
     result.by_temperature[f"{temperature:g}"] = {
         "acceptance": acceptance,
         "acceptance_length": fixed.acceptance_length,

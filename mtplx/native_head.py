@@ -57,7 +57,7 @@ def read(
     """The checkpoint's own head, or None, and why there is none where one was to be expected.
 
     float32: widened to it.  values: False looks at names and shapes only.  Raises as
-    ``families.native.read_chain``.
+    ``families.native.read_chain``, and ``ModelError`` for a format that cannot be read.
     """
     found = claims(checkpoint)
     if not found:
@@ -66,13 +66,15 @@ def read(
 
     from .families import family_of
     from .families.native import NativeFamily, read_chain
+    from .families.tensors import check_formats
     from .precision import to_float32
 
     family = family_of(trunk)
     assert isinstance(family, NativeFamily)
-    files = {(checkpoint.tensors.get(n) or checkpoint.sidecar[n]).file for n in found}
+    headers = {name: checkpoint.tensors.get(name) or checkpoint.sidecar[name] for name in found}
+    check_formats(headers)
     stored: dict[str, Any] = {}
-    for file in sorted(files):
+    for file in sorted({tensor.file for tensor in headers.values()}):
         arrays: Any = mx.load(str(file))
         stored |= {name: value for name, value in arrays.items() if name in found}
     chain = read_chain(family, stored, checkpoint, values=values)

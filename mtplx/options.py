@@ -11,7 +11,7 @@ from typing import Any, Literal, get_args
 from .errors import RequestError
 from .sampler_config import SamplerConfig
 
-DraftSource = Literal["auto", "mtp", "ngram", "none"]
+DraftSource = Literal["auto", "mtp", "model", "ngram", "none"]
 RuleName = Literal["token", "block", "coupled"]
 WeightsForm = Literal["auto", "packed", "float32"]
 Depth = int | Literal["auto"]
@@ -31,14 +31,17 @@ class Options:
 
     sampling: the law.  max_tokens: at most so many tokens, >= 1; the end-of-sequence token counts.
     seed: in [0, 2^64); drawn and reported if None.  stop: strings that end the output and are
-    not shown.  draft: where drafts come from; "auto" is the model's own MTP head if it has one,
-    or n-grams in the rounds in which they promise more, or n-grams alone.  depth: most tokens
-    drafted a round, from the head if there is one where draft is "auto"; "auto" is as many as pay.
+    not shown.  draft: where drafts come from; "auto" is ``draft_model`` or else the model's own MTP
+    head if there is one, or n-grams in the rounds in which they promise more, or n-grams alone.
+    depth: most tokens drafted a round, not from n-grams where draft is "auto" and there is another
+    source; "auto" is as many as pay.
     verify: "token", "block" or "coupled"; None is "coupled" (the same text with and without drafts)
     where a seed is given, else "block".  chat: put a plain string through the chat template.
     min_tokens: no end of sequence before so many tokens.  json_schema (a mapping, or JSON), regex:
     the text must match all of it; one of them at most.  logprobs: log p of every token, p the law
     it was drawn from.  top_logprobs: so many of the likeliest tokens beside it; needs logprobs.
+    draft_model: a smaller model to draft with, as ``load`` gives it, whose vocabulary is the
+    model's or shares half of its tokens; for draft "model" or "auto".
     """
 
     sampling: SamplerConfig = field(default_factory=SamplerConfig)
@@ -54,6 +57,7 @@ class Options:
     regex: str | None = None
     logprobs: bool = False
     top_logprobs: int = 0
+    draft_model: object = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         """Check every field."""
@@ -77,6 +81,10 @@ class Options:
             raise RequestError(f"min_tokens {self.min_tokens} is above max_tokens")
         if self.top_logprobs and not self.logprobs:
             raise RequestError("top_logprobs needs logprobs")
+        if self.draft == "model" and self.draft_model is None:
+            raise RequestError("draft 'model' needs a draft_model")
+        if self.draft_model is not None and self.draft not in ("model", "auto"):
+            raise RequestError(f"a draft_model is not for draft {self.draft!r}")
         if self.json_schema is not None and self.regex is not None:
             raise RequestError("json_schema or regex, not both")
         if not isinstance(self.regex, str | None):

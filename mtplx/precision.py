@@ -15,10 +15,11 @@ def to_float32(model: nn.Module) -> nn.Module:
     import mlx.core as mx
     import mlx.nn as nn
     from mlx.utils import tree_unflatten
+    from mlx_lm.models.mla import MultiLinear, QuantizedMultiLinear
     from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 
     plain = {nn.QuantizedLinear: nn.Linear, nn.QuantizedEmbedding: nn.Embedding,
-             QuantizedSwitchLinear: SwitchLinear}  # fmt: skip
+             QuantizedSwitchLinear: SwitchLinear, QuantizedMultiLinear: MultiLinear}  # fmt: skip
     replaced = []
     for name, module in model.named_modules():
         if hasattr(module, "to_plain"):  # the CPU kernels'

@@ -19,7 +19,7 @@ from . import fetch
 class Provenance:
     """Where a model came from and in what form it runs."""
 
-    source: str  # the name or path that was asked for
+    source: str  # the name or path that was asked for; of a hub's, org/name@commit
     path: Path  # the file or directory that was read
     files: tuple[Path, ...]  # weight files
     architecture: str  # mlx-lm's model_type

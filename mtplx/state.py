@@ -1,14 +1,15 @@
 """The trunk's caches of one sequence: run forward, and taken back exactly.
 
 Attention caches are trimmed. A rotating window that wraps, a recurrent state or a chunked cache
-cannot be: it is snapshotted before the forward, put back, and the kept tokens are run again. A
+cannot be: it is snapshotted before the forward, put back, and the kept tokens are run again:
+through the recurrences alone where ``recurrent`` knows all such layers, else through the trunk. A
 cache of a kind not known here is refused: a rollback is exact or it raises.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import mlx.core as mx
@@ -26,6 +27,7 @@ from mlx_lm.models.cache import (
 from .cpu_cache import BankedCache
 from .errors import StateError
 from .families import Family
+from .recurrent import Tape, recording, watch
 
 # Of these, rows behind ``offset`` are no part of the cache: setting it back or forth is all.
 _TRIMMED = (KVCache, BankedCache, QuantizedKVCache)
@@ -49,12 +51,18 @@ def _copy(value: Any) -> Any:
     return value
 
 
-@dataclass(frozen=True)
+@dataclass
 class Mark:
-    """A point to go back to: the length, and a snapshot of each cache that cannot be trimmed."""
+    """A point to go back to: the length, and a snapshot of each cache that cannot be trimmed.
+
+    tapes: of each of these, what the forward over ``tokens`` from here recorded; empty where
+    nothing did. They live as long as the mark does, or until it is restored.
+    """
 
     length: int
     snapshots: dict[int, Any]
+    tokens: list[int] = field(default_factory=list)
+    tapes: dict[int, Tape] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -73,22 +81,36 @@ class State:
         self.caches = make_prompt_cache(family.trunk) if caches is None else caches
         self.length = 0
         self._ahead: _Ahead | None = None
+        self._open: Mark | None = None  # the last mark, until something was run or taken back
         for leaf in _leaves(self.caches):
             if type(leaf) not in _TRIMMED + _SNAPSHOTTED:
                 name = type(leaf).__name__
                 raise StateError(f"no exact rollback is known for a {name} of this model")
+        if any(type(leaf) is ArraysCache for leaf in _leaves(self.caches)):
+            watch(family.trunk)
 
     def forward(self, tokens: Sequence[int]) -> tuple[mx.array | None, mx.array]:
         """Run L tokens: hidden (L, D), or None if the trunk hides it, and logits (L, V)."""
         ahead, self._ahead = self._ahead, None
+        mark, self._open = self._open, None
         if ahead is not None and np.asarray(ahead.ids)[0].tolist() == list(tokens):
             outputs = ahead.outputs
             for leaf in _leaves(self.caches):
                 leaf.offset += len(tokens)
         else:
-            outputs = self._single(*self.family.forward(self._rows(tokens), self.caches))
+            with recording(self._to_record(mark, len(tokens))) as tapes:
+                outputs = self._single(*self.family.forward(self._rows(tokens), self.caches))
+            if mark is not None and all(tape.x is not None for tape in tapes.values()):
+                mark.tokens, mark.tapes = list(tokens), tapes
         self.length += len(tokens)
         return outputs
+
+    def _to_record(self, mark: Mark | None, rows: int) -> dict[int, Any]:
+        """The caches that tapes can take back to within ``rows`` tokens; all of them, or none."""
+        if mark is None or rows < 2:
+            return {}
+        leaves = {i: leaf for i, leaf in enumerate(_leaves(self.caches)) if i in mark.snapshots}
+        return leaves if all(type(leaf) is ArraysCache for leaf in leaves.values()) else {}
 
     def run_ahead(self, ids: mx.array) -> None:
         """Start a forward over ``ids``, (1, L), computed on the device and not read yet.
@@ -118,10 +140,10 @@ class State:
 
         Caches and hidden are computed: a hidden state that waits to be may hold the caches.
         """
-        self._ahead = None
+        self._ahead = self._open = None
         for start in range(0, len(tokens), chunk):
             part = tokens[start : start + chunk]
-            mark = self.mark(len(part))
+            mark = self._snapshot(len(part))
             try:
                 hidden = self.family.prefill(self._rows(part), self.caches)
                 mx.eval([leaf.state for leaf in _leaves(self.caches)], hidden)
@@ -133,6 +155,10 @@ class State:
 
     def mark(self, rows: int) -> Mark:
         """A point to come back to after at most ``rows`` more tokens."""
+        self._open = self._snapshot(rows)
+        return self._open
+
+    def _snapshot(self, rows: int) -> Mark:
         snapshots = {
             i: _copy(leaf.state)
             for i, leaf in enumerate(_leaves(self.caches))
@@ -143,18 +169,22 @@ class State:
     def rollback(self, mark: Mark, kept: Sequence[int]) -> None:
         """Be what a prefill of everything up to ``mark`` and then ``kept`` gives.
 
-        kept: the first tokens run since the mark. Only a state with snapshots runs them again.
+        kept: the first tokens run since the mark. Only a state with snapshots runs them again,
+        and only the trunk's recurrences where tapes of the forward over them allow it.
         Raises ``StateError`` if fewer tokens than that were run. If that is interrupted, the state
         is at the mark.
         """
         surplus = self.length - mark.length - len(kept)
         if surplus < 0:
             raise StateError(f"cannot keep {len(kept)} of {surplus + len(kept)} tokens")
+        self._open = None
         if surplus == 0:
             return
         self._ahead = None
         if not mark.snapshots:
             self._trim_to(mark.length + len(kept))
+        elif kept and mark.tapes and mark.tokens[: len(kept)] == list(kept):
+            self._replay(mark, len(kept))
         else:
             self.restore(mark)
             for _ in self.prefill(kept):
@@ -162,8 +192,26 @@ class State:
 
     def restore(self, mark: Mark) -> None:
         """Go back to ``mark`` from wherever a forward got to, an interrupted one included."""
-        self._ahead = None
-        self._trim_to(mark.length, skip=mark.snapshots)
+        self._ahead = self._open = None
+        mark.tapes.clear()
+        self._put_back(mark, mark.length)
+
+    def _replay(self, mark: Mark, rows: int) -> None:
+        """Go back to where the first ``rows`` tokens since the mark left the state."""
+        leaves = list(_leaves(self.caches))
+        try:
+            self._put_back(mark, mark.length + rows)
+            for i, tape in mark.tapes.items():
+                tape.replay(leaves[i], rows)
+            # Started now, so that what is queued does not hold the tapes.
+            mx.async_eval([leaves[i].state for i in mark.tapes])
+        except BaseException:
+            self.restore(mark)
+            raise
+
+    def _put_back(self, mark: Mark, length: int) -> None:
+        """Trim what can be trimmed to ``length``; the other caches go back to the mark."""
+        self._trim_to(length, skip=mark.snapshots)
         for i, leaf in enumerate(_leaves(self.caches)):
             if i in mark.snapshots:
                 leaf.state = _copy(mark.snapshots[i])

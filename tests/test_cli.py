@@ -52,7 +52,7 @@ def fails(result, code: int, *words: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "command", ["generate", "pull", "inspect", "bench", "tune", "compare", "certify"]
+    "command", ["generate", "pull", "inspect", "convert", "bench", "tune", "compare", "certify"]
 )
 def test_every_command_has_help(command):
     result = run(command, "--help")
@@ -211,7 +211,7 @@ def test_inspect_says_what_would_run(model):
         assert word in text
     found = json.loads(run("inspect", model, "--json").stdout)
     assert found["architecture"] == "llama"
-    assert found["mtp"] == "none"
+    assert (found["mtp"], found["verdict"]) == ("none", "AR only")
 
 
 def test_tune_stores_what_generate_then_uses(model, tmp_path):

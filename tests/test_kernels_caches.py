@@ -136,6 +136,39 @@ def test_a_cache_written_by_others_is_an_ordinary_one_and_comes_back():
     assert np.array_equal(np.array(cache[1].keys[..., :24, :]), first)
 
 
+def test_caches_of_several_sequences_leave_their_bank_and_come_back():
+    trunk, _ = fused_of("llama", 4)
+    ids = np.stack([ids_of(24, seed) for seed in range(3)])
+    alone = [by_steps(trunk, row, [10, 4, 10]) for row in ids]
+    cache = make_prompt_cache(trunk)
+    trunk(mx.array(ids[:, :10]), cache=cache)
+    x = trunk.model.embed_tokens(mx.array(ids[:, 10:14]))
+    for layer, own in zip(trunk.model.layers, cache, strict=True):  # as whoever runs single layers
+        x = layer(x, "causal", own)
+    found = np.array(trunk(mx.array(ids[:, 14:]), cache=cache))
+    assert np.array_equal(found, np.stack([logits_[14:] for logits_, _ in alone]))
+    bank = cache[0].bank
+    assert all(c.bank is bank and c.keys.shape[:2] == (3, 2) for c in cache)
+    for i, (_, own) in enumerate(alone):
+        for one, two in zip(cache, own, strict=True):
+            assert np.array_equal(np.array(one.keys[i, :, :24]), np.array(two.keys[0, :, :24]))
+            assert np.array_equal(np.array(one.values[i, :, :24]), np.array(two.values[0, :, :24]))
+    one, rows = mx.ones((3, 2, 1, 16)), np.array(cache[1].keys[:, :, :24])
+    cache[1].update_and_fetch(one, one)
+    assert type(cache[1]) is KVCache
+    assert np.array_equal(np.array(cache[1].keys[:, :, :24]), rows)
+
+
+def test_lockstep_copies_the_caches_only_where_they_grow():
+    trunk, _ = fused_of("llama", 4)
+    cache, places = make_prompt_cache(trunk), set()
+    for at in range(150):
+        mx.eval(trunk(mx.full((4, 1), at), cache=cache))
+        bank = cache[0].bank
+        places.add((bank.array.shape[3], np.asarray(bank.array).ctypes.data))
+    assert [room for room, _ in sorted(places)] == [64, 128, 192]
+
+
 def test_caches_grow_past_their_steps():
     trunk, plain = fused_of("llama", 4)
     ids = ids_of(530)

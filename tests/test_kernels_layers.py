@@ -23,7 +23,7 @@ from mlx_lm.models.cache import (
 )
 
 from mtplx import cpu_head
-from mtplx.cpu_layers import PackedEmbedding, PackedLinear, fuse, serves
+from mtplx.cpu_layers import PackedEmbedding, PackedLinear, fuse, serves, takes
 from mtplx.families import family_of
 from mtplx.load import load, to_float32
 from mtplx.mtp_patch import attach_head, new_head
@@ -94,14 +94,61 @@ def test_levels_are_the_layers_outputs_and_do_not_change_the_rest():
     assert np.array_equal(np.array(whole), np.array(out))
 
 
-@pytest.mark.parametrize("kind", ["llama", "qwen2"])
-def test_several_sequences_go_the_ordinary_way(kind):
-    trunk, plain = fused_of(kind, 4)
-    ids = mx.array(np.stack([ids_of(12), ids_of(12, seed=1)]))
-    found = trunk(ids, cache=make_prompt_cache(trunk))
-    expected = plain(ids, cache=make_prompt_cache(plain))
-    assert mx.abs(found - expected).max().item() < 2e-4 * mx.abs(expected).max().item()
-    assert mx.abs(trunk(ids) - expected).max().item() < 2e-4 * mx.abs(expected).max().item()
+def in_lockstep(trunk, ids, sizes, levels=()):
+    """Features and logits of ids (B, L), run in forwards of the given sizes; and the caches."""
+    family, cache, at, out = family_of(trunk, levels), make_prompt_cache(trunk), 0, []
+    for size in sizes:
+        out.append(family.forward(mx.array(ids[:, at : at + size]), cache))
+        at += size
+    assert at == ids.shape[1]
+    features, logits_ = (
+        np.concatenate([np.array(part) for part in p], 1) for p in zip(*out, strict=True)
+    )
+    return features, logits_, cache
+
+
+@pytest.mark.parametrize("sizes", [[1] * 70, [3, 1, 20, 3, 20, 3, 20], [70]])
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3", "window"])
+def test_sequences_in_lockstep_have_the_bits_that_each_has_alone(kind, sizes):
+    trunk, plain = windowed() if kind == "window" else fused_of(kind, 4)
+    ids = np.stack([ids_of(70, seed) for seed in range(5)])
+    features, found, _ = in_lockstep(trunk, ids, sizes, (1, 3))
+    for i in range(5):
+        alone = in_lockstep(trunk, ids[i : i + 1], [1] * 70, (1, 3))
+        assert np.array_equal(features[i : i + 1], alone[0])
+        assert np.array_equal(found[i : i + 1], alone[1])
+    expected = np.array(plain(mx.array(ids), cache=make_prompt_cache(plain)))
+    assert np.abs(found - expected).max() < 2e-4 * np.abs(expected).max()
+    without = np.array(trunk(mx.array(ids)))  # no caches: mlx-lm's own way
+    assert np.abs(without - expected).max() < 2e-4 * np.abs(expected).max()
+
+
+@pytest.mark.parametrize("level", native.levels() if native else [])
+def test_every_level_gives_a_sequence_the_same_bits_in_any_company(level):
+    trunk, _ = fused_of("qwen3", 8)
+    ids = np.stack([ids_of(80, seed) for seed in range(40)])
+    before = native.isa()
+    native.choose(level)
+    try:
+        found = in_lockstep(trunk, ids, [64, 3, 12, 1])[1]
+        alone = [in_lockstep(trunk, ids[i : i + 1], [79, 1])[1] for i in (0, 17, 39)]
+    finally:
+        native.choose(before)
+    assert np.array_equal(found[[0, 17, 39]], np.concatenate(alone))
+
+
+def test_caches_of_another_number_of_sequences_are_refused():
+    trunk, _ = fused_of("llama", 4)
+    stack = trunk.model.stack
+    run, x = native.Layers(stack.layers, 1e-5), mx.zeros((2, 3, 64))
+    for heads, room, message in ((2, 8, "2 sequences"), (6, 8, "2 sequences"), (4, 2, "no room")):
+        with pytest.raises(ValueError, match=message):
+            run(x, 0, mx.zeros((3, 2, heads, room, 16)))
+    cache = make_prompt_cache(trunk)
+    logits(trunk, ids_of(4), cache)
+    assert takes(x[:1], cache)
+    assert not takes(x, cache)
+    assert not takes(x[:, :0], make_prompt_cache(trunk))
 
 
 def test_another_cache_goes_the_ordinary_way():
@@ -112,8 +159,8 @@ def test_another_cache_goes_the_ordinary_way():
     assert mx.abs(found - expected).max().item() < 2e-4 * mx.abs(expected).max().item()
 
 
-@pytest.mark.parametrize("steps", [[1], [9], [40]])
-def test_a_window_hides_what_lies_before_it(steps):
+def windowed():
+    """A trunk with a window in its middle layer, and the plain one that it stands for."""
     config = SIZES | KINDS["llama"] | {
         "layer_types": ["full_attention", "sliding_attention", "full_attention"],
         "sliding_window": 7,
@@ -124,6 +171,13 @@ def test_a_window_hides_what_lies_before_it(steps):
     trunk = module.Model(module.ModelArgs.from_dict(config)).eval()
     trunk.update(plain.parameters())
     assert fuse(trunk)
+    trunk.make_cache = plain.make_cache = lambda: [KVCache() for _ in range(3)]
+    return trunk, plain
+
+
+@pytest.mark.parametrize("steps", [[1], [9], [40]])
+def test_a_window_hides_what_lies_before_it(steps):
+    trunk, plain = windowed()
     ids = ids_of(40)
     cache = [KVCache() for _ in range(3)]
     found = np.concatenate(

@@ -264,14 +264,6 @@ def test_inspect(tmp_path: Path) -> None:
     assert directory.runs.startswith("float32, as stored")
 
 
-def test_inspect_sees_mtp_tensors(tmp_path: Path) -> None:
-    for name in ("mtp.fc.weight", "model.mtp_layers.0.x", "model.layers.2.eh_proj.weight"):
-        weights: dict[str, Any] = tiny.tiny_weights(tiny.tiny_config())
-        weights[name] = np.zeros(4, np.float32)
-        path = tiny.write_directory(tmp_path / name, weights=weights)
-        assert inspect(path).mtp == "tensors in the model, not used"
-
-
 def test_inspect_downloads_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MTPLX_CACHE", str(tmp_path))
     with pytest.raises(ModelError, match="mtplx pull"):

@@ -19,11 +19,15 @@ PUBLIC = {
     "seed: 'int | None' = None, stop: 'Sequence[str]' = (), draft: 'DraftSource' = 'auto', "
     "depth: 'Depth' = 'auto', verify: 'RuleName | None' = None, chat: 'bool' = True, "
     "min_tokens: 'int' = 0, json_schema: 'str | Mapping[str, Any] | bool | None' = None, "
-    "regex: 'str | None' = None, logprobs: 'bool' = False, top_logprobs: 'int' = 0) -> None",
+    "regex: 'str | None' = None, logprobs: 'bool' = False, top_logprobs: 'int' = 0, "
+    "draft_model: 'object' = None) -> None",
     "SamplerConfig": "(temperature: 'float' = 0.6, top_p: 'float' = 0.95, top_k: 'int' = 20, "
     "presence_penalty: 'float' = 0.0, frequency_penalty: 'float' = 0.0, min_p: 'float' = 0.0, "
     "repetition_penalty: 'float' = 1.0, logit_bias: 'Mapping[int, float] | None' = None, "
     "banned_ids: 'Sequence[int]' = ()) -> None",
+    "convert": "(model: 'str | Path', out: 'str | Path', *, bits: 'int | None' = None, "
+    "group_size: 'int' = 64, head_bits: 'int | None' = None, dtype: 'str | None' = None, "
+    "on_progress: 'Callable[[int, int], None] | None' = None) -> 'Conversion'",
     "generate": "(bundle: 'Bundle', prompt: 'Prompt', **options: 'Any') -> 'Generation'",
     "load": "(model: 'str | Path' = 'smollm2-135m-instruct', *, weights: 'str' = 'auto', "
     "head: 'str | Path | MTPHead | None' = 'auto', any_trunk: 'bool' = False) -> 'Bundle'",
@@ -84,6 +88,7 @@ def test_the_names_of_the_package():
         "SamplerConfig",
         "Stream",
         "__version__",
+        "convert",
         "generate",
         "load",
         "pull",

@@ -7,25 +7,20 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
-from doubles import randomise, tiny_llama
-from mlx_lm.models import falcon_h1, llama4, mamba2, qwen3_5, recurrent_gemma
+from doubles import tiny_llama
 from mlx_lm.models.cache import (
-    ArraysCache,
     BatchKVCache,
     CacheList,
-    ChunkedKVCache,
     ConcatenateKVCache,
     KVCache,
     QuantizedKVCache,
-    RotatingKVCache,
 )
+from trunks import MODELS, VOCAB, WINDOW, trunk_of
 
 from mtplx.errors import StateError
 from mtplx.families import family_of
 from mtplx.state import State
 
-VOCAB = 40
-WINDOW = 8
 PROMPT = [3, 17, 5, 29, 11, 2, 38, 7, 23, 14, 31, 9, 26, 1, 19, 35, 4, 12, 28, 33]
 BLOCK = [21, 6, 37, 15, 30]
 
@@ -38,147 +33,14 @@ def no_compiler():
     mx.enable_compile()
 
 
-def _qwen() -> Any:
-    return qwen3_5.TextModel(
-        qwen3_5.TextModelArgs(
-            model_type="qwen3_5",
-            hidden_size=32,
-            intermediate_size=48,
-            num_hidden_layers=4,
-            num_attention_heads=2,
-            num_key_value_heads=1,
-            head_dim=16,
-            vocab_size=VOCAB,
-            linear_num_value_heads=2,
-            linear_num_key_heads=1,
-            linear_key_head_dim=32,
-            linear_value_head_dim=16,
-        )
-    )
-
-
-def _mamba() -> Any:
-    return mamba2.Model(
-        mamba2.ModelArgs(
-            model_type="mamba2",
-            num_heads=2,
-            head_dim=16,
-            vocab_size=VOCAB,
-            hidden_size=32,
-            intermediate_size=32,
-            state_size=8,
-            num_hidden_layers=2,
-            layer_norm_epsilon=1e-5,
-            conv_kernel=4,
-            n_groups=1,
-            use_bias=False,
-            use_conv_bias=True,
-            tie_word_embeddings=True,
-            time_step_limit=(0.0, 100.0),
-            time_step_rank="auto",
-        )
-    )
-
-
-def _gemma() -> Any:
-    return recurrent_gemma.Model(
-        recurrent_gemma.ModelArgs(
-            model_type="recurrent_gemma",
-            attention_bias=False,
-            conv1d_width=4,
-            hidden_size=32,
-            intermediate_size=64,
-            logits_soft_cap=30.0,
-            num_attention_heads=2,
-            num_hidden_layers=3,
-            num_key_value_heads=1,
-            rms_norm_eps=1e-5,
-            rope_theta=1e4,
-            attention_window_size=WINDOW,
-            vocab_size=VOCAB,
-            block_types=["recurrent", "recurrent", "attention"],
-        )
-    )
-
-
-def _llama4() -> Any:
-    text = {
-        "attention_bias": False, "attention_chunk_size": WINDOW, "head_dim": 16,
-        "hidden_size": 32, "interleave_moe_layer_step": 8, "intermediate_size": 48,
-        "intermediate_size_mlp": 48, "max_position_embeddings": 512, "model_type": "llama4_text",
-        "num_attention_heads": 2, "num_experts_per_tok": 1, "num_hidden_layers": 4,
-        "num_key_value_heads": 1, "num_local_experts": 1, "rms_norm_eps": 1e-5,
-        "rope_scaling": None, "rope_theta": 1e4, "use_qk_norm": False, "vocab_size": VOCAB,
-    }  # fmt: skip
-    return llama4.Model(llama4.ModelArgs(model_type="llama4", text_config=text))
-
-
-def _falcon() -> Any:
-    return falcon_h1.Model(
-        falcon_h1.ModelArgs(
-            hidden_size=32,
-            head_dim=16,
-            intermediate_size=48,
-            mamba_d_head=16,
-            mamba_d_ssm=32,
-            mamba_d_state=8,
-            mamba_n_heads=2,
-            num_attention_heads=2,
-            num_hidden_layers=2,
-            num_key_value_heads=1,
-            vocab_size=VOCAB,
-            rope_theta=1e4,
-            lm_head_multiplier=1.0,
-        )
-    )
-
-
-def _sliding() -> Any:
-    kinds = ["sliding_attention", "full_attention"]
-    return tiny_llama(3, vocab_size=VOCAB, layer_types=kinds, sliding_window=WINDOW)
-
-
-# kind -> (trunk, the kinds of cache it must have); the models' own make_cache builds them.
-MODELS = {
-    "plain": (lambda: tiny_llama(3, vocab_size=VOCAB), {KVCache}),
-    "quantised": (lambda: tiny_llama(3, vocab_size=VOCAB, head_dim=32), {QuantizedKVCache}),
-    "rotating": (_sliding, {RotatingKVCache, KVCache}),
-    "recurrent": (_mamba, {ArraysCache}),
-    "gated delta + attention": (_qwen, {ArraysCache, KVCache}),
-    "recurrent + rotating": (_gemma, {ArraysCache, RotatingKVCache}),
-    "chunked": (_llama4, {ChunkedKVCache, KVCache}),
-    "cache list": (_falcon, {CacheList}),
-}
-_built: dict[str, Any] = {}
-
-
 def new_state(kind: str) -> State:
-    if kind not in _built:
-        mx.random.seed(1)
-        _built[kind] = MODELS[kind][0]()
-        if kind not in ("plain", "quantised", "rotating", "recurrent"):
-            randomise_matrices(_built[kind])
-    trunk = _built[kind]
+    trunk = trunk_of(kind)
     caches = None
     if kind == "quantised":
         caches = [QuantizedKVCache(group_size=32, bits=8) for _ in trunk.layers]
     state = State(family_of(trunk), caches)
     assert {type(cache) for cache in state.caches} == MODELS[kind][1]
     return state
-
-
-def randomise_matrices(trunk: Any) -> None:
-    """Louder weights than a model's initialisation, so that a wrong state is seen in the logits."""
-    mx.eval(trunk.parameters())
-    keep = {n: v for n, v in mx_flat(trunk) if v.ndim < 2}
-    randomise(trunk, 5)
-    trunk.load_weights(list(keep.items()), strict=False)
-
-
-def mx_flat(trunk: Any) -> list[tuple[str, mx.array]]:
-    from mlx.utils import tree_flatten
-
-    return tree_flatten(trunk.parameters())
 
 
 def run_prefill(state: State, tokens: list[int], chunk: int = 512) -> State:

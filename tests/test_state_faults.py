@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import mlx.core as mx
 import numpy as np
 import pytest
 from doubles import tiny_llama
+from mlx_lm.models.nemotron_h import NemotronHMamba2Mixer
+from mlx_lm.models.qwen3_5 import GatedDeltaNet
+from mlx_lm.models.qwen3_next import Qwen3NextGatedDeltaNet
 from test_state import (
     BLOCK,
-    MODELS,
     PROMPT,
-    VOCAB,
-    WINDOW,
     assert_is_prefill_of,
     forward,
     new_state,
     run_prefill,
 )
+from test_state import no_compiler as no_compiler
+from trunks import HYBRIDS, MODELS, VOCAB, WINDOW, trunk_of
 
 from mtplx.families import family_of
 from mtplx.families.opaque import OpaqueFamily
@@ -24,24 +28,25 @@ from mtplx.state import State
 
 # --- a forward that does not get to its end -----------------------------------------------------
 
-LAYERS = {  # the layer class that the interruption is put into
-    "plain": lambda trunk: type(trunk.layers[0]),
-    "quantised": lambda trunk: type(trunk.layers[0]),
-    "rotating": lambda trunk: type(trunk.layers[0]),
-    "recurrent": lambda trunk: type(trunk.layers[0]),
-    "gated delta + attention": lambda trunk: type(trunk.model.layers[0]),
-    "recurrent + rotating": lambda trunk: type(trunk.layers[0]),
-    "chunked": lambda trunk: type(trunk.layers[0]),
-    "cache list": lambda trunk: type(trunk.layers[0]),
-}
+
+def layers(kind: str) -> list[Any]:
+    return trunk_of(kind).layers
+
+
+def mixers(kind: str) -> list[Any]:
+    """What a rollback runs again where it does not run the trunk: nothing above them."""
+    kinds = (GatedDeltaNet, Qwen3NextGatedDeltaNet, NemotronHMamba2Mixer)
+    return [module for module in trunk_of(kind).modules() if isinstance(module, kinds)]
 
 
 class Interrupt:
-    """Replaces a layer class's ``__call__``: raises after the n-th call has written its cache."""
+    """Replaces a module class's ``__call__``: raises after the n-th call has written its cache."""
 
-    def __init__(self, monkeypatch, layer_class, after: int):
+    def __init__(self, monkeypatch, modules: list[Any], after: int):
         self.left = after
-        original = layer_class.__call__
+        mro = type(modules[0]).__mro__
+        stock = next(kind for kind in mro if kind.__module__.startswith("mlx_lm.models"))
+        original = stock.__call__
 
         def call(layer, *args, **kwargs):
             out = original(layer, *args, **kwargs)
@@ -50,7 +55,7 @@ class Interrupt:
                 raise KeyboardInterrupt
             return out
 
-        monkeypatch.setattr(layer_class, "__call__", call)
+        monkeypatch.setattr(stock, "__call__", call)
 
 
 @pytest.mark.parametrize("kind", MODELS)
@@ -59,7 +64,7 @@ def test_restore_after_a_forward_that_stopped_half_way(kind, length, monkeypatch
     state = run_prefill(new_state(kind), PROMPT[:length])
     mark = state.mark(3)
     with monkeypatch.context() as patch:
-        Interrupt(patch, LAYERS[kind](state.family.trunk), after=1)
+        Interrupt(patch, layers(kind), after=1)
         with pytest.raises(KeyboardInterrupt):
             state.forward(BLOCK[:3])
     state.restore(mark)
@@ -70,9 +75,8 @@ def test_restore_after_a_forward_that_stopped_half_way(kind, length, monkeypatch
 def test_a_prefill_that_stopped_half_way_keeps_whole_chunks(kind, monkeypatch):
     """Two chunks are in; the third stops in its first layer: the state is that of two."""
     state = new_state(kind)
-    layers = len(state.family.trunk.layers)
     with monkeypatch.context() as patch:
-        Interrupt(patch, LAYERS[kind](state.family.trunk), after=2 * layers + 1)
+        Interrupt(patch, layers(kind), after=2 * len(layers(kind)) + 1)
         with pytest.raises(KeyboardInterrupt):
             run_prefill(state, PROMPT, chunk=5)
     assert state.length == 10
@@ -80,14 +84,17 @@ def test_a_prefill_that_stopped_half_way_keeps_whole_chunks(kind, monkeypatch):
     assert_is_prefill_of(state, kind, PROMPT)
 
 
-@pytest.mark.parametrize("kind", ["rotating", "gated delta + attention", "cache list"])
-def test_a_replay_that_stopped_half_way_leaves_the_mark(kind, monkeypatch):
+@pytest.mark.parametrize(
+    ("kind", "parts"),
+    [("rotating", layers), ("cache list", layers), *((kind, mixers) for kind in HYBRIDS)],
+)
+def test_a_replay_that_stopped_half_way_leaves_the_mark(kind, parts, monkeypatch):
     """The rollback's own forward is interrupted: no half-written row may stay behind."""
     state = run_prefill(new_state(kind), PROMPT[: WINDOW + 1])
     mark = state.mark(4)
     forward(state, BLOCK[:4])
     with monkeypatch.context() as patch:
-        Interrupt(patch, LAYERS[kind](state.family.trunk), after=2)
+        Interrupt(patch, parts(kind), after=2)
         with pytest.raises(KeyboardInterrupt):
             state.rollback(mark, BLOCK[:2])
     assert state.length == WINDOW + 1

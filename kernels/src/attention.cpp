@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <utility>
 
 #include "dispatch.hpp"
 #include "phases.hpp"
@@ -15,10 +16,10 @@ Scratch<float>& query_scratch() {
   return scratch;
 }
 
-int chunks_kept(const Layer& layer, int rows, int offset) {
-  if (rows > kFewRows) return 1;
-  const int earliest = layer.window > 0 ? std::max(0, offset - layer.window + 1) : 0;
-  return (offset + rows - 1) / kChunk - earliest / kChunk + 1;
+int chunks_kept(const Layer& layer, const Batch& batch) {
+  if (batch.rows > kFewRows) return 1;
+  const int earliest = layer.window > 0 ? std::max(0, batch.offset - layer.window + 1) : 0;
+  return (batch.offset + batch.rows - 1) / kChunk - earliest / kChunk + 1;
 }
 
 }  // namespace
@@ -39,28 +40,27 @@ void Angles::rotate(float* head, int row) const {
   kernels().rotate(head, cosine_.data() + row * half, sine_.data() + row * half, static_cast<int>(half));
 }
 
-void Workspace::fit(const Layer& l, int rows, int offset) {
-  const std::size_t n = rows;
+void Workspace::fit(const Layer& l, const Batch& batch) {
+  const std::size_t n = batch.size();
   const auto grow = [](std::vector<float>& v, std::size_t size) {
     if (v.size() < size) v.resize(size);
   };
   grow(qkv, n * (l.heads + 2 * l.kv_heads) * l.dim);
   grow(inner, n * l.inner());
-  grow(partial, n * l.heads * (2 + l.dim) * chunks_kept(l, rows, offset));
+  grow(partial, n * l.heads * (2 + l.dim) * chunks_kept(l, batch));
 }
 
-Attention::Attention(const Layer& layer, const float* qkv, int rows, int offset, const CacheView& cache,
+Attention::Attention(const Layer& layer, const float* qkv, const Batch& batch, const CacheView& cache,
                      const Angles& angles, std::vector<float>& partial)
     : layer_(layer),
       qkv_(qkv),
-      rows_(rows),
-      offset_(offset),
+      batch_(batch),
       cache_(cache),
       angles_(angles),
       partial_(partial.data()),
-      base_(rows > kFewRows ? 0 : first_chunk(0)),
-      chunks_(chunks_kept(layer, rows, offset)) {
-  if (rows > kFewRows) {
+      base_(batch.rows > kFewRows ? 0 : first_chunk(0)),
+      chunks_(chunks_kept(layer, batch)) {
+  if (batch.rows > kFewRows) {
     many();
   } else {
     few();
@@ -68,7 +68,7 @@ Attention::Attention(const Layer& layer, const float* qkv, int rows, int offset,
 }
 
 int Attention::first_chunk(int row) const {
-  return layer_.window > 0 ? std::max(0, offset_ + row - layer_.window + 1) / kChunk : 0;
+  return layer_.window > 0 ? std::max(0, position(row) - layer_.window + 1) / kChunk : 0;
 }
 
 // Puts keys and values of the rows [first, last) of one head into the cache.
@@ -76,25 +76,25 @@ void Attention::store(int kv, int first, int last) const {
   const int dim = layer_.dim, width = (layer_.heads + 2 * layer_.kv_heads) * dim;
   for (int r = first; r < last; ++r) {
     const float* key = qkv_ + static_cast<std::size_t>(r) * width + (layer_.heads + kv) * dim;
-    const std::size_t place = (static_cast<std::size_t>(kv) * cache_.capacity + offset_ + r) * dim;
-    float* to = cache_.keys + place;
+    const std::size_t at = place(kv, r) + static_cast<std::size_t>(position(r)) * dim;
+    float* to = cache_.keys + at;
     if (layer_.k_norm.empty()) {
       std::memcpy(to, key, sizeof(float) * dim);
     } else {
       kernels().rms_norm(key, layer_.k_norm.data(), layer_.eps, dim, to);
     }
-    angles_.rotate(to, r);
-    std::memcpy(cache_.values + place, key + layer_.kv_heads * dim, sizeof(float) * dim);
+    angles_.rotate(to, r % batch_.rows);
+    std::memcpy(cache_.values + at, key + layer_.kv_heads * dim, sizeof(float) * dim);
   }
 }
 
-// The scores of rows [first_row, last_row) of the query heads of one kv head in one chunk; out: row by row, head by head.
+// The scores of rows [first_row, last_row) of one sequence and the query heads of one kv head in one chunk; out: row by row, head by head.
 void Attention::chunk(int kv, int first_row, int last_row, int chunk, float* const* out) const {
   const int dim = layer_.dim, heads = layer_.heads / layer_.kv_heads;
   const int width = (layer_.heads + 2 * layer_.kv_heads) * dim;
   const int count = (last_row - first_row) * heads;
   float* q = query_scratch().take(static_cast<std::size_t>(kQueries) * dim);
-  const std::size_t place = static_cast<std::size_t>(kv) * cache_.capacity * dim;
+  const std::size_t cache = place(kv, first_row);
   for (int at = 0; at < count; at += kQueries) {
     const int n = std::min(kQueries, count - at);
     int limit[kQueries] = {};
@@ -107,18 +107,18 @@ void Attention::chunk(int kv, int first_row, int last_row, int chunk, float* con
       } else {
         kernels().rms_norm(from, layer_.q_norm.data(), layer_.eps, dim, to);
       }
-      angles_.rotate(to, row);
+      angles_.rotate(to, row % batch_.rows);
       for (int d = 0; d < dim; ++d) to[d] *= layer_.scale;
-      limit[i] = std::clamp(offset_ + row + 1 - chunk * kChunk, 0, kChunk);
-      const int earliest = layer_.window > 0 ? offset_ + row - layer_.window + 1 - chunk * kChunk : 0;
+      limit[i] = std::clamp(position(row) + 1 - chunk * kChunk, 0, kChunk);
+      const int earliest = layer_.window > 0 ? position(row) - layer_.window + 1 - chunk * kChunk : 0;
       if (layer_.window > 0 && earliest > 0) {  // where the window cuts the chunk, the query goes alone
         const int start = std::min(earliest, limit[i]), rest = limit[i] - start;
-        const std::size_t from_start = place + (static_cast<std::size_t>(chunk) * kChunk + start) * dim;
+        const std::size_t from_start = cache + (static_cast<std::size_t>(chunk) * kChunk + start) * dim;
         kernels().attend(to, 1, &rest, cache_.keys + from_start, cache_.values + from_start, dim, out + at + i);
         limit[i] = -1;
       }
     }
-    const std::size_t start = place + static_cast<std::size_t>(chunk) * kChunk * dim;
+    const std::size_t start = cache + static_cast<std::size_t>(chunk) * kChunk * dim;
     for (int i = 0; i < n;) {
       if (limit[i] < 0) {
         ++i;
@@ -132,33 +132,40 @@ void Attention::chunk(int kv, int first_row, int last_row, int chunk, float* con
   }
 }
 
-// A tile is one chunk of one kv head; the one that holds a new position writes it.
+// A tile is one chunk of one kv head of a sequence; the one that holds a new position writes it.
 void Attention::few() const {
   const int heads = layer_.heads / layer_.kv_heads;
-  share(layer_.kv_heads * chunks_, [&](int tile) {
-    const int kv = tile % layer_.kv_heads, index = tile / layer_.kv_heads, at = base_ + index;
-    store(kv, std::clamp(at * kChunk - offset_, 0, rows_), std::clamp((at + 1) * kChunk - offset_, 0, rows_));
+  const int rows = batch_.rows, tiles = layer_.kv_heads * chunks_;
+  share(tiles * batch_.sequences, [&](int tile) {
+    const int kv = tile % layer_.kv_heads, index = tile % tiles / layer_.kv_heads, at = base_ + index;
+    const int first = tile / tiles * rows, start = at * kChunk - batch_.offset;
+    store(kv, first + std::clamp(start, 0, rows), first + std::clamp(start + kChunk, 0, rows));
     std::vector<float*> out;
-    out.reserve(static_cast<std::size_t>(rows_) * heads);
-    for (int r = 0; r < rows_; ++r) {
+    out.reserve(static_cast<std::size_t>(rows) * heads);
+    for (int r = first; r < first + rows; ++r) {
       for (int h = 0; h < heads; ++h) out.push_back(part(r, kv * heads + h, index));
     }
-    chunk(kv, 0, rows_, at, out.data());
+    chunk(kv, first, first + rows, at, out.data());
   });
 }
 
-// A tile is a few rows of one kv head, over all chunks in order.
+// A tile is a few rows of one kv head of a sequence, over all chunks in order.
 void Attention::many() const {
   constexpr int kRows = 16;
   const int heads = layer_.heads / layer_.kv_heads, dim = layer_.dim;
-  const int blocks = (rows_ + kRows - 1) / kRows;
-  share(layer_.kv_heads * blocks, [&](int tile) {
-    const int kv = tile % layer_.kv_heads, first = tile / layer_.kv_heads * kRows;
-    store(kv, first, std::min(rows_, first + kRows));
+  const int blocks = (batch_.rows + kRows - 1) / kRows, tiles = layer_.kv_heads * blocks;
+  // The first row of a tile, and the one after its last.
+  const auto rows_of = [&](int tile) {
+    const int first = tile / tiles * batch_.rows, at = tile % tiles / layer_.kv_heads * kRows;
+    return std::pair(first + at, first + std::min(batch_.rows, at + kRows));
+  };
+  share(tiles * batch_.sequences, [&](int tile) {
+    const auto [first, last] = rows_of(tile);
+    store(tile % layer_.kv_heads, first, last);
   });
-  share(layer_.kv_heads * blocks, [&](int tile) {
-    const int kv = tile % layer_.kv_heads, first = tile / layer_.kv_heads * kRows;
-    const int last = std::min(rows_, first + kRows), count = (last - first) * heads;
+  share(tiles * batch_.sequences, [&](int tile) {
+    const auto [first, last] = rows_of(tile);
+    const int kv = tile % layer_.kv_heads, count = (last - first) * heads;
     std::vector<float> memory(static_cast<std::size_t>(count) * (2 + dim));
     std::vector<float*> out(count);
     for (int i = 0; i < count; ++i) {
@@ -179,7 +186,7 @@ void Attention::row(int r, float* out) const {
   const int dim = layer_.dim;
   std::vector<float> sum(2 + dim);
   for (int head = 0; head < layer_.heads; ++head) {
-    if (rows_ > kFewRows) {
+    if (batch_.rows > kFewRows) {
       kernels().finish(part(r, head, 0), dim, out + head * dim);
       continue;
     }

@@ -141,8 +141,9 @@ void bind_layers(nb::module_& m) {
             return mtplx::run_op(self.list, self.features, x, offset, caches);
           },
           "x"_a, "offset"_a, "caches"_a,
-          "x (1, R, D) -> (1, R, (1 + levels) D), caches. The caches, (layers, 2, kv_heads, T, dim) for keys and values,\n"
-          "are written in place where nothing else holds them.");
+          "x (B, R, D) -> (B, R, (1 + levels) D), caches: R rows of each of B sequences, all at the same positions. The\n"
+          "caches, (layers, 2, B * kv_heads, T, dim) for keys and values, are written in place where nothing else\n"
+          "holds them.");
 }
 
 void bind_head(nb::module_& m) {

@@ -53,8 +53,9 @@ void gated(const Layer& l, const float* x, int rows, float* inner) {
   });
 }
 
-void one_layer(const Layer& l, float* x, int rows, int offset, const CacheView& cache, const Angles& angles,
+void one_layer(const Layer& l, float* x, const Batch& batch, const CacheView& cache, const Angles& angles,
                Workspace& w) {
+  const int rows = batch.size();
   const int hidden = l.hidden(), queries = l.heads * l.dim, kv = l.kv_heads * l.dim, width = queries + 2 * kv;
   const auto normed = [&](int r, float* to) {
     norm(x + static_cast<std::size_t>(r) * hidden, l.input_norm, l.eps, hidden, to);
@@ -65,7 +66,7 @@ void one_layer(const Layer& l, float* x, int rows, int offset, const CacheView& 
   products({l.q.get(), l.k.get(), l.v.get()}, rows, normed, [&](int m, int r, int first, int count, const float* out) {
     put(out, *biases[m], first, count, qkv + static_cast<std::size_t>(r) * width + starts[m] + first);
   });
-  const Attention attention(l, qkv, rows, offset, cache, angles, w.partial);
+  const Attention attention(l, qkv, batch, cache, angles, w.partial);
   const auto attended = [&](int r, float* to) { attention.row(r, to); };
   const auto onto_x = [&](const Vector& bias) {
     return [&, b = &bias](int, int r, int first, int count, const float* out) {
@@ -128,8 +129,9 @@ void look_up(const Packed& weights, const std::int32_t* ids, int rows, float* ou
   });
 }
 
-void run(const std::vector<std::shared_ptr<const Layer>>& layers, const float* input, int rows, int offset,
+void run(const std::vector<std::shared_ptr<const Layer>>& layers, const float* input, const Batch& batch,
          const std::vector<CacheView>& caches, const Features& features, float* out) {
+  const int rows = batch.size();
   if (rows == 0) return;
   const int hidden = layers.front()->hidden();
   const std::size_t width = hidden * (1 + features.levels.size());
@@ -141,10 +143,10 @@ void run(const std::vector<std::shared_ptr<const Layer>>& layers, const float* i
   for (std::size_t i = 0; i < layers.size(); ++i) {
     const Layer& l = *layers[i];
     if (angles == nullptr || !angles->serves(l.frequency)) {
-      angles = &tables.emplace_back(l.frequency, offset, rows);
+      angles = &tables.emplace_back(l.frequency, batch.offset, batch.rows);
     }
-    w.fit(l, rows, offset);
-    one_layer(l, x.data(), rows, offset, caches[i], *angles, w);
+    w.fit(l, batch);
+    one_layer(l, x.data(), batch, caches[i], *angles, w);
     for (std::size_t place = 0; place < features.levels.size(); ++place) {
       if (features.levels[place] != static_cast<int>(i) + 1) continue;
       for (int r = 0; r < rows; ++r) {

@@ -36,7 +36,7 @@ struct Layer {
   void check() const;
 };
 
-// Where the keys and values of one layer are: (kv_heads, capacity, dim), rows before `offset` in use.
+// Where the keys and values of one layer are: (sequences * kv_heads, capacity, dim), rows before `offset` in use.
 struct CacheView {
   float* keys;
   float* values;
@@ -50,9 +50,16 @@ struct Features {
   Vector final_norm;  // empty: the last layer's output as it is
 };
 
-// Runs rows of one sequence, at positions offset, offset + 1, ..., through the layers. x: (rows, hidden). out: (rows, (1 +
-// levels) hidden), the final output first. Writes the rows' keys and values into the caches.
-void run(const std::vector<std::shared_ptr<const Layer>>& layers, const float* x, int rows, int offset,
+// What runs together: the same number of rows of each sequence, at its positions offset, offset + 1, ...; the rows of one
+// sequence follow one another.
+struct Batch {
+  int sequences, rows, offset;
+  int size() const { return sequences * rows; }
+};
+
+// Runs a batch through the layers. x: (batch.size(), hidden). out: (batch.size(), (1 + levels) hidden), the final output
+// first. Writes the rows' keys and values into the caches.
+void run(const std::vector<std::shared_ptr<const Layer>>& layers, const float* x, const Batch& batch,
          const std::vector<CacheView>& caches, const Features& features, float* out);
 
 // What a head reads: fc [norm(embedding); norm(state[:D]); state[D:]] (or the first two the other way round), as many

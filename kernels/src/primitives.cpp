@@ -72,7 +72,7 @@ class LookUp : public CpuPrimitive {
   Weights weights_;
 };
 
-// Where the keys and values of each layer are in the array of them all, (layers, 2, kv_heads, room, dim).
+// Where the keys and values of each layer are in the array of them all, (layers, 2, sequences * kv_heads, room, dim).
 std::vector<CacheView> views(float* caches, const mx::Shape& shape) {
   const std::size_t block = static_cast<std::size_t>(shape[2]) * shape[3] * shape[4];
   std::vector<CacheView> out;
@@ -115,12 +115,13 @@ class Run : public CpuPrimitive {
       allocate(outputs[0]);
     }
     auto& encoder = mx::cpu::get_command_encoder(stream());
-    encoder.dispatch([layers = layers_, features = features_, found = found_, offset = offset_, in_place,
-                      rows = inputs[0].shape(1), shape = before.shape(), from = before.data<float>(),
-                      to = outputs[0].data<float>(), x = inputs[0].data<float>()] {
-      if (!in_place) copy_rows(from, to, shape, offset);
-      found->resize(found_size(*layers, *features, rows));
-      run(*layers, x, rows, offset, views(to, shape), *features, found->data());
+    const Batch batch{inputs[0].shape(0), inputs[0].shape(1), offset_};
+    encoder.dispatch([layers = layers_, features = features_, found = found_, batch, in_place, shape = before.shape(),
+                      from = before.data<float>(), to = outputs[0].data<float>(),
+                      x = inputs[0].data<float>()] {
+      if (!in_place) copy_rows(from, to, shape, batch.offset);
+      found->resize(found_size(*layers, *features, batch.size()));
+      run(*layers, x, batch, views(to, shape), *features, found->data());
     });
   }
 
@@ -163,7 +164,7 @@ mx::array at_hand(const mx::array& a) {
   return out.flags().row_contiguous ? out : ready(out);
 }
 
-void check_caches(const LayerList& layers, int rows, int offset, const mx::array& caches) {
+void check_caches(const LayerList& layers, const Batch& batch, const mx::array& caches) {
   const Layer& first = *layers.front();
   for (const auto& layer : layers) {
     if (layer->hidden() != first.hidden() || layer->kv_heads != first.kv_heads || layer->dim != first.dim) {
@@ -171,11 +172,13 @@ void check_caches(const LayerList& layers, int rows, int offset, const mx::array
     }
   }
   const auto fits = [&](int axis, int size) { return caches.shape(axis) == size; };
-  if (caches.ndim() != 5 || !fits(0, static_cast<int>(layers.size())) || !fits(1, 2) || !fits(2, first.kv_heads) ||
-      !fits(4, first.dim) || caches.dtype() != mx::float32) {
+  if (caches.ndim() != 5 || !fits(0, static_cast<int>(layers.size())) || !fits(1, 2) || !fits(4, first.dim) || caches.dtype() != mx::float32) {
     refuse("the caches do not fit the layers");
   }
-  if (offset < 0 || caches.shape(3) - offset < rows) refuse("the caches have no room for the rows");
+  if (!fits(2, batch.sequences * first.kv_heads)) {
+    refuse("the caches are not of " + std::to_string(batch.sequences) + " sequences");
+  }
+  if (batch.offset < 0 || caches.shape(3) - batch.offset < batch.rows) refuse("the caches have no room for the rows");
 }
 
 void check_state(const Combine& head, const mx::array& state) {
@@ -260,12 +263,11 @@ std::pair<mx::array, mx::array> run_op(const std::shared_ptr<const LayerList>& l
                                        const std::shared_ptr<const Features>& features, const mx::array& x, int offset,
                                        const mx::array& caches) {
   const int hidden = layers->front()->hidden();
-  if (x.ndim() != 3 || x.shape(0) != 1 || x.shape(2) != hidden) {
-    refuse("x must be (1, rows, " + std::to_string(hidden) + ")");
+  if (x.ndim() != 3 || x.shape(2) != hidden) {
+    refuse("x must be (sequences, rows, " + std::to_string(hidden) + ")");
   }
-  const int rows = x.shape(1);
-  check_caches(*layers, rows, offset, caches);
-  const mx::Shape out_shape{1, rows, hidden * static_cast<int>(1 + features->levels.size())};
+  check_caches(*layers, {x.shape(0), x.shape(1), offset}, caches);
+  const mx::Shape out_shape{x.shape(0), x.shape(1), hidden * static_cast<int>(1 + features->levels.size())};
   const auto found = std::make_shared<Vector>();
   const auto primitive = std::make_shared<Run>(cpu_stream(), layers, features, offset, found);
   const mx::array after(caches.shape(), mx::float32, primitive, {plain(x, mx::float32), caches});
@@ -280,7 +282,8 @@ std::pair<mx::array, mx::array> step_head(const Combine& head, const LayerList& 
   const int width = static_cast<int>(found_size(layers, features, 1));
   if (state.ndim() != 2 || state.shape(0) != rows) refuse("one token a row of the state is needed");
   if (layers.front()->hidden() != size) refuse("the layers do not fit the head");
-  check_caches(layers, rows, offset, caches);
+  const Batch batch{1, rows, offset};
+  check_caches(layers, batch, caches);
   const mx::array from = at_hand(state);
   mx::array(caches).eval();
   const bool in_place = caches.is_donatable() && caches.flags().row_contiguous;
@@ -293,7 +296,7 @@ std::pair<mx::array, mx::array> step_head(const Combine& head, const LayerList& 
   }
   Vector x(static_cast<std::size_t>(rows) * size), found(static_cast<std::size_t>(rows) * width);
   combine(head, from.data<float>(), from.shape(1), tokens.data(), rows, x.data());
-  run(layers, x.data(), rows, offset, views(after.data<float>(), after.shape()), features, found.data());
+  run(layers, x.data(), batch, views(after.data<float>(), after.shape()), features, found.data());
   return {mx::array(found.data(), {rows, width}, mx::float32), after};
 }
 

@@ -28,15 +28,15 @@ mx::array look_up_op(const Weights& weights, const mx::array& ids);
 
 using LayerList = std::vector<std::shared_ptr<const Layer>>;
 
-// x (1, R, D), caches (layers, 2, kv_heads, T, dim): keys and values -> out (1, R, (1 + levels) D) and the caches with rows
-// [offset, offset + R) written: in place where nothing else holds the array, else in a copy. Throws std::invalid_argument
-// for shapes that do not fit.
+// x (B, R, D), caches (layers, 2, B * kv_heads, T, dim): keys and values, sequence by sequence -> out (B, R, (1 + levels)
+// D) and the caches with rows [offset, offset + R) written: in place where nothing else holds the array, else in a copy.
+// Throws std::invalid_argument for shapes that do not fit.
 std::pair<mx::array, mx::array> run_op(const std::shared_ptr<const LayerList>& layers,
                                        const std::shared_ptr<const Features>& features, const mx::array& x, int offset,
                                        const mx::array& caches);
 
 // A head's step on the calling thread, at once: a step is so small that MLX's way to its thread and back would take as
-// long. state (R, F), tokens (R), caches as in `run_op` -> (R, D) and the caches: in place where no other array holds
+// long. state (R, F), tokens (R), caches of one sequence as in `run_op` -> (R, D) and the caches: in place where no other array holds
 // their memory. Whoever holds this very array sees it change.
 std::pair<mx::array, mx::array> step_head(const Combine& head, const LayerList& layers, const Features& features,
                                           const mx::array& state, const std::vector<std::int32_t>& tokens, int offset,

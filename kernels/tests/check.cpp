@@ -131,23 +131,30 @@ std::shared_ptr<mtplx::Layer> layer(int hidden, int heads, int kv_heads, int dim
 
 using Layers = std::vector<std::shared_ptr<const mtplx::Layer>>;
 
-// The outputs and features of `length` rows, `step` at a time, in caches whose room depends on it.
-std::vector<float> run_layers(const Layers& layers, const std::vector<float>& x, int length, int step) {
+// The outputs and features of `length` rows of each sequence, `step` at a time, in caches whose room depends on it.
+std::vector<float> run_layers(const Layers& layers, const std::vector<float>& x, int length, int step, int sequences = 1) {
   const int hidden = layers[0]->hidden(), capacity = length + step;
   const mtplx::Features features{{1}, 1e-5f, mtplx::Vector(hidden, 1.5f)};
-  std::vector<std::vector<float>> memory(4, std::vector<float>(static_cast<std::size_t>(2) * capacity * 24, NAN));
+  std::vector<std::vector<float>> memory(4, std::vector<float>(static_cast<std::size_t>(2) * sequences * capacity * 24, NAN));
   std::vector<mtplx::CacheView> caches;
   for (int i = 0; i < 2; ++i) caches.push_back({memory[2 * i].data(), memory[2 * i + 1].data(), capacity});
-  std::vector<float> out(static_cast<std::size_t>(length) * hidden * 2);
+  std::vector<float> out(static_cast<std::size_t>(sequences) * length * hidden * 2);
   for (int at = 0; at < length; at += step) {
-    const int rows = std::min(step, length - at);
-    mtplx::run(layers, x.data() + static_cast<std::size_t>(at) * hidden, rows, at, caches, features,
-               out.data() + static_cast<std::size_t>(at) * hidden * 2);
+    const int rows = std::min(step, length - at), size = rows * hidden;
+    std::vector<float> part, found(static_cast<std::size_t>(sequences) * size * 2);
+    for (int s = 0; s < sequences; ++s) {
+      const auto from = x.begin() + (s * length + at) * hidden;
+      part.insert(part.end(), from, from + size);
+    }
+    mtplx::run(layers, part.data(), {sequences, rows, at}, caches, features, found.data());
+    for (int s = 0; s < sequences; ++s) {
+      std::copy_n(found.begin() + s * size * 2, size * 2, out.begin() + (s * length + at) * hidden * 2);
+    }
   }
   return out;
 }
 
-// The same rows in steps of other sizes: the same bits. On another level: nearly the same numbers. With NaN in a row:
+// The same rows in steps of other sizes, or beside other sequences: the same bits. On another level: nearly the same numbers. With NaN in a row:
 // NaN in all that see it, and the same bits before it.
 void check_layers(int window, const std::string& level) {
   const std::string name = level + (window == 0 ? " layers" : " window");
@@ -165,6 +172,15 @@ void check_layers(int window, const std::string& level) {
     const std::vector<float> out = run_layers(layers, x, length, step);
     expect(std::memcmp(out.data(), expected.data(), sizeof(float) * out.size()) == 0,
            name + ": differs in steps of " + std::to_string(step));
+  }
+  for (const int step : {1, 20}) {  // the same rows as three sequences
+    const std::vector<float> out = run_layers(layers, x, length / 3, step, 3);
+    for (int s = 0; s < 3; ++s) {
+      const auto from = x.begin() + s * length / 3 * hidden;
+      const std::vector<float> alone = run_layers(layers, {from, from + length / 3 * hidden}, length / 3, length);
+      expect(std::memcmp(out.data() + s * alone.size(), alone.data(), sizeof(float) * alone.size()) == 0,
+             name + ": a sequence differs alone, in steps of " + std::to_string(step));
+    }
   }
   std::vector<float>& other = first[window == 0 ? 0 : 1];
   if (other.empty()) other = expected;

@@ -75,7 +75,7 @@ def _without(
     bundle: Bundle, part: str, off: object, prompts: Sequence[str], before: Callable[[], None]
 ) -> float | None:
     """The head's tokens/s over those of itself without a part; None if it has no such part."""
-    if bundle.head is None or not getattr(bundle.head, part):
+    if bundle.head is None or not getattr(bundle.head, part, None):
         return None
     head = shallow_copy(bundle.head)
     setattr(head, part, off)

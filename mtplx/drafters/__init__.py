@@ -2,6 +2,7 @@
 
 from .auto import AutoDrafter
 from .base import Draft, Drafter, NoDrafter, Proposal
+from .model import ModelDrafter, shared_vocabulary
 from .mtp import MTPDrafter
 from .ngram import NgramDrafter
 
@@ -10,7 +11,9 @@ __all__ = [
     "Draft",
     "Drafter",
     "MTPDrafter",
+    "ModelDrafter",
     "NgramDrafter",
     "NoDrafter",
     "Proposal",
+    "shared_vocabulary",
 ]

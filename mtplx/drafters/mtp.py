@@ -28,9 +28,10 @@ class MTPDrafter:
     written once, from the trunk's hidden state. Rows of deeper steps are dropped when a proposal
     ends, kept draft or not: the trunk's hidden states replace them.
 
-    In a chain head k of 0, 1, ... has its own cache and reads what head k - 1 gives: its row i is
-    (output i of head k - 1, token i + k + 1), so the last k rows of it wait for tokens that are
-    only drafted yet. Deeper than the chain is long, the last head is applied to its own output.
+    In a chain head k of 0, 1, ... has its own cache and reads what head k - 1 gives, or what it
+    reads if the head ``reads_trunk``: its row i is (output i of head k - 1, token i + k + 1), so
+    the last k rows of it wait for tokens that are only drafted yet. Deeper than the chain is long,
+    the last head is applied to its own output.
     """
 
     name = "mtp"
@@ -39,7 +40,7 @@ class MTPDrafter:
     def __init__(self, attached: AttachedHead):
         self.attached = attached
         self.caches = [head.new_cache() for head in (attached, *attached.further)]
-        # Of every head behind the first: outputs (n, D) of the one before it, not read yet.
+        # Of every head behind the first: states (1, D) for it that wait for their token.
         self._waiting: list[mx.array | None] = [None] * len(self.caches)
         self._index = NgramIndex(1, len(attached.copy_bonus))
         # The trunk's features (n, F) of rows that the cache does not hold yet.
@@ -96,8 +97,7 @@ class MTPDrafter:
                 if len(tokens) == depth or not proposal.more(confidences):
                     return Draft(tokens, q_rows, self.name)
                 if len(tokens) <= len(self.attached.further):
-                    head, drafted = self._next_head(drafted, tokens)
-                    hidden = drafted[-1:]
+                    head, drafted, hidden = self._next_head(drafted, tokens)
                 else:
                     hidden = head.forward(hidden, mx.array(tokens[-1:]), self.caches[-1])
         finally:
@@ -105,15 +105,16 @@ class MTPDrafter:
 
     def _next_head(
         self, drafted: mx.array | None, tokens: list[int]
-    ) -> tuple[AttachedHead, mx.array]:
-        """The head for the draft after ``tokens``, and its outputs (n, D) of the rows they follow.
+    ) -> tuple[AttachedHead, mx.array, mx.array]:
+        """The head for the draft after ``tokens``, states (n, D) for the next, its output (1, D).
 
-        drafted: the same of the head before it, None of the first one.
+        drafted: the states for it of the rows before ``tokens``, None for the first one.
         """
         place = len(tokens)
         parts = [part for part in (self._waiting[place], drafted) if part is not None]
         states, head = mx.concatenate(parts), self.attached.further[place - 1]
-        return head, head.forward(states, mx.array(tokens[-len(states) :]), self.caches[place])
+        out = head.forward(states, mx.array(list(tokens[-len(states) :])), self.caches[place])
+        return head, states if head.head.reads_trunk else out, out[-1:]
 
     def _drop_behind(self, lengths: Sequence[int]) -> None:
         for cache, length in zip(self.caches, lengths, strict=True):
@@ -149,7 +150,7 @@ class MTPDrafter:
             follow = self.tokens[start[0] + 1 : start[0] + 1 + len(part)]
             try:
                 out = self.attached.forward(part, mx.array(follow), self.cache)
-                waiting = self._feed_further(out)
+                waiting = self._feed_further(part, out)
                 mx.eval(out, waiting)  # and with it what it was computed from: the caches' rows
             except BaseException:
                 self._drop_behind(start)
@@ -157,19 +158,22 @@ class MTPDrafter:
             self._pending, self._last = rest, out if len(out) == 1 else out[-1:]
             self._waiting = waiting
 
-    def _feed_further(self, out: mx.array) -> list[mx.array | None]:
-        """Write the rows that the first head's new outputs (n, D) give the others; what waits."""
+    def _feed_further(self, read: mx.array, out: mx.array) -> list[mx.array | None]:
+        """Write the others' new rows; what waits.
+
+        read, out: the first head's new states (n, F) and outputs (n, D).
+        """
         waiting = list(self._waiting)
         for place, head in enumerate(self.attached.further, 1):
-            known = waiting[place]
-            states = out if known is None else mx.concatenate([known, out])
+            new, known = read if head.head.reads_trunk else out, waiting[place]
+            states = new if known is None else mx.concatenate([known, new])
             waiting[place] = states[-1:]
             if len(states) == 1:
                 break
             cache = self.caches[place]
             first = cache_length(cache) + place + 1
             follow = self.tokens[first : first + len(states) - 1]
-            out = head.forward(states[:-1], mx.array(follow), cache)
+            read, out = states[:-1], head.forward(states[:-1], mx.array(follow), cache)
         return waiting
 
 

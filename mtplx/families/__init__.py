@@ -9,8 +9,13 @@ from __future__ import annotations
 from typing import Any
 
 from .base import Family
+from .deepseek import DeepSeekFamily, SparseFamily
 from .dense import DenseFamily
+from .ernie import ErnieFamily
+from .exaone import ExaoneMoeFamily
+from .glm4 import Glm4Family, Glm4LiteFamily
 from .longcat import LongcatFamily
+from .mimo import MiMoFamily, MiMoV2Family
 from .nemotron_h import NemotronHFamily
 from .opaque import OpaqueFamily
 from .qwen import Qwen35Family, QwenNextFamily
@@ -19,8 +24,17 @@ from .step3p5 import Step35Family
 __all__ = ["FAMILIES", "Family", "family_class", "family_of"]
 
 FAMILIES: dict[str, type[Family]] = {
+    "deepseek_v3": DeepSeekFamily,
+    "deepseek_v32": SparseFamily,
+    "ernie4_5_moe": ErnieFamily,
+    "exaone_moe": ExaoneMoeFamily,
+    "glm4_moe": Glm4Family,
+    "glm4_moe_lite": Glm4LiteFamily,
+    "glm_moe_dsa": SparseFamily,
     "llama": DenseFamily,
     "longcat_flash": LongcatFamily,
+    "mimo": MiMoFamily,
+    "mimo_v2_flash": MiMoV2Family,
     "mistral": DenseFamily,
     "nemotron_h": NemotronHFamily,
     "qwen2": DenseFamily,

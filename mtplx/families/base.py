@@ -42,6 +42,10 @@ class HeadedFamily(Family):
     norm_eps: float
 
     @abstractmethod
+    def prefill(self, tokens: mx.array, cache: list[Any]) -> mx.array:
+        """See ``Family.prefill``; never None."""
+
+    @abstractmethod
     def embed(self, tokens: mx.array) -> mx.array:
         """Tokens (B, L) -> the trunk's embeddings (B, L, D)."""
 

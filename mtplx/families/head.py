@@ -33,9 +33,10 @@ class MTPHead(nn.Module):
     1, 2, ... tokens occurred before; empty for not at all.
 
     What some families have besides. bias: of ``fc``.  final_norm: whether there is one.  normed:
-    whether a deeper draft reads g after that norm, or before it.  embedding, output: modules of its
-    own, None for the trunk's.  window: positions that the layer sees, None for all.  array_mask:
-    whether the layer needs its mask as an array.
+    whether a deeper draft reads g after that norm, or before it.  reads_trunk: whether it reads h_i
+    as a deeper head of a chain, too, and not the head's before it.  embedding, output: modules of
+    its own, None for the trunk's.  window: positions that the layer sees, None for all.
+    array_mask: whether the layer needs its mask as an array.
     """
 
     def __init__(
@@ -51,6 +52,7 @@ class MTPHead(nn.Module):
         bias: bool = False,
         final_norm: bool = True,
         normed: bool = True,
+        reads_trunk: bool = False,
         embedding: nn.Module | None = None,
         output: nn.Module | None = None,
         window: int | None = None,
@@ -72,6 +74,7 @@ class MTPHead(nn.Module):
         self.vocabulary = vocabulary
         self.copy_bonus = copy_bonus
         self.normed = normed
+        self.reads_trunk = reads_trunk
         self.window, self.array_mask = window, array_mask
 
     def combine(self, embedding: mx.array, state: mx.array) -> mx.array:
@@ -93,7 +96,10 @@ class MTPHead(nn.Module):
 
 
 class MTPChain(nn.Module):
-    """Heads of depth 1, 2, ...: each reads the hidden states of the one before it."""
+    """Heads of depth 1, 2, ...: each reads the hidden states of the one before it, or the trunk's.
+
+    Head k pairs those of row i with token i + k + 1, k = 0, 1, ...
+    """
 
     def __init__(self, heads: Sequence[MTPHead]):
         super().__init__()

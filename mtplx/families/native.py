@@ -28,6 +28,8 @@ Weights = dict[str, mx.array]
 _WRAPPER = re.compile(r"^(model\.)?language_model\.(model\.)?")
 # More heads than any checkpoint has: what lies beyond their number is reported, not overlooked.
 MOST_HEADS = 16
+# The table's word for what a checkpoint holds of the trunk again: it is not read.
+SHARED = "shared."
 
 
 class NativeFamily(TrunkFamily):
@@ -39,6 +41,7 @@ class NativeFamily(TrunkFamily):
 
     count_key = "num_nextn_predict_layers"
     zero_centred = False
+    config: Mapping[str, Any] = {}  # the language model's part of config.json, of a head to be read
 
     # --- what a family declares ---
 
@@ -118,24 +121,26 @@ def read_chain(
     values: False looks at names and shapes only, and reads no tensor; the chain is of no use then.
 
     Raises ``ModelFileError`` naming the tensor that is missing, extra, there twice or of a wrong
-    shape, and ``ModelError`` for a format that cannot be read.
+    shape.
     """
-    config = checkpoint.text_config
+    config = family.config = checkpoint.text_config
     placed: Weights = {}
     origin: dict[str, str] = {}
     for name, value in stored.items():
         place = family.place(name, config)
         assert place is not None
+        if place.startswith(SHARED):
+            continue
         if place in placed:
             raise ModelFileError(
                 f"{checkpoint.path}: tensor {name!r} is the head's {origin[place]!r} again",
                 path=checkpoint.path, tensor=name,
             )  # fmt: skip
         placed[place], origin[place] = value, name
-    weights = tensors.plain_formats(placed, checkpoint)
-    if family.zero_centred and values:
-        weights = tensors.centre_norms(weights)
     try:
+        weights = tensors.plain_formats(placed)
+        if family.zero_centred and values:
+            weights = tensors.centre_norms(weights)
         weights = family.settle(weights)
     except tensors.UnfitError as e:
         name = origin.get(e.args[0]) or family.stored_name(e.args[0], config)

@@ -1,4 +1,4 @@
-"""Qwen3-Next, Qwen3.5 and 3.6, EXAONE-MoE: a head under ``mtp.``, a full-attention layer in it.
+"""Qwen3-Next, Qwen3.5 and 3.6: a head under ``mtp.``, a full-attention layer in it.
 
 Checked against vLLM's description of the same heads (docs/families.md).
 """
@@ -11,7 +11,7 @@ from typing import Any
 from . import tensors
 from .native import NativeFamily, Weights
 
-_TABLE = (
+TABLE = (
     ("mtp.fc.", "heads.0.fc."),
     ("mtp.pre_fc_norm_embedding.", "heads.0.enorm."),
     ("mtp.pre_fc_norm_hidden.", "heads.0.hnorm."),
@@ -29,7 +29,7 @@ class QwenNextFamily(NativeFamily):
     @classmethod
     def table(cls, config: Mapping[str, Any]) -> Sequence[tuple[str, str]]:
         """See ``NativeFamily.table``."""
-        return _TABLE
+        return TABLE
 
     def new_block(self, index: int) -> Any:
         """See ``NativeFamily.new_block``: the first of the trunk's with full attention, anew."""

@@ -3,39 +3,60 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 
 import mlx.core as mx
 
-from ..checkpoint import BITS, GROUP_SIZES, Checkpoint
+from ..checkpoint import BITS, GROUP_SIZES, UNREADABLE, StoredTensor
 from ..errors import ModelError
 
-__all__ = ["BITS", "GROUP_SIZES", "centre_norms", "plain_formats", "split_gate_up", "stack_experts"]
+__all__ = [
+    "BITS",
+    "GROUP_SIZES",
+    "UnfitError",
+    "centre_norms",
+    "check_formats",
+    "plain_formats",
+    "split_gate_up",
+    "stack_experts",
+]
 
 _FP8_BLOCK = 128  # rows and columns that share a scale (DeepSeek-V3 report, section 3.3.2)
-_NVFP4 = ("weight_scale_2", "weight_global_scale", "input_scale", "input_global_scale")
+# Ends of names that tell of other formats: NVFP4's (ModelOpt, compressed-tensors), static FP8's.
+_OTHER = (
+    "weight_scale", "weight_scale_2", "weight_packed", "weight_global_scale", "input_scale",
+    "input_global_scale",
+)  # fmt: skip
 
 
 class UnfitError(Exception):
     """A tensor, by its name in a chain, and what is wrong with it."""
 
 
-def plain_formats(weights: dict[str, mx.array], checkpoint: Checkpoint) -> dict[str, mx.array]:
-    """FP8 with scales for blocks becomes bfloat16; ``ModelError`` for formats MLX cannot compute.
-
-    Scales may cover 128 x 128 weights or, one-dimensional, all of a row.
-    """
-    for name in weights:
-        if name.rpartition(".")[2] in _NVFP4:
+def check_formats(stored: Mapping[str, StoredTensor]) -> None:
+    """``ModelError`` for a head, by its stored names, in a format that is not read."""
+    for name, tensor in stored.items():
+        if name.rpartition(".")[2] in _OTHER or tensor.dtype in UNREADABLE:
             raise ModelError(
-                f"{checkpoint.path}: the MTP head is stored as NVFP4 or static FP8 ({name}), which"
-                " mtplx does not read; `--head none` goes without it"
+                f"{tensor.file}: the MTP head is stored as NVFP4, or as FP8 without scales for"
+                f" blocks ({name}, {tensor.dtype}), which mtplx does not read; `--head none` goes"
+                " without it"
             )
+
+
+def plain_formats(weights: dict[str, mx.array]) -> dict[str, mx.array]:
+    """FP8 with a scale for every 128 x 128 weights becomes bfloat16.
+
+    Raises ``UnfitError`` for scales of another shape.
+    """
     out = dict(weights)
     for name in weights:
         if name.endswith(".weight_scale_inv"):
-            target = name.removesuffix("_scale_inv")
-            scale = out.pop(name)
+            target, scale = name.removesuffix("_scale_inv"), out.pop(name)
             if target in out:
+                blocks = tuple(-(-size // _FP8_BLOCK) for size in out[target].shape)
+                if scale.shape != blocks:
+                    raise UnfitError(name, f"has the shape {scale.shape}, expected {blocks}")
                 out[target] = _from_fp8(out[target], scale)
     return out
 
@@ -69,16 +90,25 @@ def centre_norms(weights: dict[str, mx.array]) -> dict[str, mx.array]:
 
 
 def stack_experts(weights: dict[str, mx.array], into: str = "switch_mlp") -> dict[str, mx.array]:
-    """``experts.E.NAME`` for every E become one tensor ``into``.NAME, experts first."""
-    found: dict[str, dict[int, str]] = {}
+    """``experts.E.NAME`` for every E become one tensor ``into``.NAME, experts first.
+
+    Raises ``UnfitError`` for one that is missing or unlike the others.
+    """
+    count: dict[tuple[str, str], int] = {}
     out = dict(weights)
     for name in weights:
-        match = re.fullmatch(r"(.*\.)experts\.(\d+)\.(.+)", name)
+        match = re.fullmatch(r"(.*\.)experts\.\d+\.(.+)", name)
         if match:
-            found.setdefault(f"{match[1]}{into}.{match[3]}", {})[int(match[2])] = name
-    for target, experts in found.items():
-        parts = [out.pop(experts[number]) for number in sorted(experts)]
-        out[target] = mx.stack(parts)
+            count[match[1], match[2]] = count.get((match[1], match[2]), 0) + 1
+    for (stem, rest), experts in count.items():
+        names = [f"{stem}experts.{number}.{rest}" for number in range(experts)]
+        for name in names:
+            if name not in out:
+                raise UnfitError(name, "is missing")
+            if out[name].shape != out[names[0]].shape:
+                expected = out[names[0]].shape
+                raise UnfitError(name, f"has the shape {out[name].shape}, expected {expected}")
+        out[f"{stem}{into}.{rest}"] = mx.stack([out.pop(name) for name in names])
     return out
 
 

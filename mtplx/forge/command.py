@@ -21,8 +21,8 @@ class Request:
     trunk: str
     out: Path
     prompts: tuple[Path, ...] = ()
-    shards: int = 8
-    steps: int = 1400
+    shards: int = 16
+    steps: int = 1800
     depth: int = 3
     vocabulary: int = 8192
     seed: int = 0

@@ -126,9 +126,14 @@ class Row:
         self._force(layout.start)
         self._start_user()
 
-    def next(self, logits: NDArray[np.float32]) -> tuple[int, Kind]:
-        """The next token and its kind; ``logits``, (vocab,), are those after the last one."""
-        if self._queue:
+    @property
+    def given(self) -> bool:
+        """Whether the next token is of a template or a seed: it is not sampled."""
+        return bool(self._queue)
+
+    def next(self, logits: NDArray[np.float32] | None) -> tuple[int, Kind]:
+        """The next token and its kind; ``logits``, (vocab,), follow the last, None if ``given``."""
+        if logits is None:
             return self._queue.popleft()
         kind = self._kind
         token = self._sample(logits)

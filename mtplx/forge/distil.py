@@ -18,9 +18,10 @@ import numpy as np
 from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
-from ..errors import ModelError, ModelFileError
-from ..families import family_of
+from ..cpu_layers import is_fused
+from ..errors import ModelFileError
 from ..load import Bundle
+from ..mtp_patch import headed_family
 from ..provenance import replacing
 from ..state import State
 from .conversation import Layout, Row, Seed, Style
@@ -33,11 +34,12 @@ class DataPlan:
 
     shards: how many.  rows, length: of each shard, in sequences and tokens.  levels: the trunk's
     layers whose outputs are kept beside the final hidden state.  streams: device queues that
-    share the rows, so that one can multiply while another does what runs on a single core.
+    share the rows, so that one can multiply while another does what runs on a single core; the
+    CPU kernels do nothing on a single core and get all rows at once.
     """
 
     seed: int = 0
-    shards: int = 8
+    shards: int = 16
     rows: int = 256
     length: int = 320
     levels: tuple[int, ...] = ()
@@ -139,9 +141,10 @@ def _write(
     ]
     tokens = np.zeros((plan.rows, plan.length), np.int32)
     kinds = np.zeros((plan.rows, plan.length), np.uint8)
+    streams = 1 if is_fused(bundle.trunk) else plan.streams
     groups = [
         _Group(bundle, plan, stream, rows[part], tokens[part], kinds[part])
-        for stream, part in zip(queues(plan.streams), shares(plan.rows, plan.streams), strict=False)
+        for stream, part in zip(queues(streams), shares(plan.rows, streams), strict=False)
     ]
     for at in range(plan.length):
         for group in groups:
@@ -167,28 +170,33 @@ class _Group:
         tokens: np.ndarray,
         kinds: np.ndarray,
     ):
-        self._family = family_of(bundle.trunk, plan.levels)
+        self._family = headed_family(bundle.trunk, plan.levels)
         self._cache = State(self._family).caches
         self._stream = stream
         self._rows, self._tokens, self._kinds = rows, tokens, kinds
-        self._logits = np.zeros((len(rows), 1), np.float32)  # the first token is given
+        self._sampled: list[int] = []  # rows whose next token is; the first one is given
+        self._logits = np.zeros((0, 0), np.float32)  # of these rows
         self.features = np.zeros((len(rows), plan.length, 0), np.float16)
         self.pending: list[mx.array] = []
 
     def start(self, at: int) -> None:
         """Put a token in column ``at`` of every row; ``pending`` is the forward over it."""
+        logits = dict(zip(self._sampled, self._logits, strict=True))
         for i, row in enumerate(self._rows):
-            self._tokens[i, at], self._kinds[i, at] = row.next(self._logits[i])
+            self._tokens[i, at], self._kinds[i, at] = row.next(logits.get(i))
+        self._sampled = [i for i, row in enumerate(self._rows) if not row.given]
         with mx.stream(self._stream):
             column = mx.array(self._tokens[:, at : at + 1])
-            features, logits = self._family.forward(column, self._cache)
-            if features is None:
-                raise ModelError("this model does not show its hidden states: no head can use it")
-            self.pending = [features[:, 0].astype(mx.float16), logits[:, 0].astype(mx.float32)]
+            features = self._family.prefill(column, self._cache)[:, 0]
+            self.pending = [features.astype(mx.float16)]
+            if self._sampled:
+                final = features[mx.array(self._sampled), : self._family.hidden_size]
+                self.pending.append(self._family.logits(final).astype(mx.float32))
 
     def collect(self, at: int) -> None:
         """Take what the forward gave."""
-        values, self._logits = (np.asarray(array) for array in self.pending)
+        values, *logits = (np.asarray(array) for array in self.pending)
+        self._logits = logits[0] if logits else self._logits[:0]
         if not self.features.size:
             self.features = np.zeros((*self._tokens.shape, values.shape[1]), np.float16)
         self.features[:, at] = values

@@ -45,11 +45,11 @@ class TrainPlan:
     """
 
     seed: int = 0
-    steps: int = 1400
+    steps: int = 1800
     rows: int = 12
     window: int = 128
     depth: int = 3
-    second: float = 0.5
+    second: float = 0.6
     temperature: float = 0.7
     acceptance: float = 2.0
     matrix_rate: float = 0.06
@@ -57,8 +57,8 @@ class TrainPlan:
     warmup: int = 40
     decay: float = 0.5
     vocabulary: int = 16384
-    core: int = 3072
-    drawn: int = 3072
+    core: int = 2048
+    drawn: int = 2048
     levels: tuple[int, ...] = ()
     streams: int = 2
     check_every: int = 100

@@ -39,8 +39,11 @@ def rotate(x, theta, dims, *, start=0, interleaved=False):
     return out
 
 
-def attend(q, k, v, scale, window=None):
-    """Causal attention of q (L, H, d) over k, v (L, G, d): H / G query heads share one of G."""
+def attend(q, k, v, scale, window=None, sinks=None):
+    """Causal attention of q (L, H, d) over k, v (L, G, d): H / G query heads share one of G.
+
+    sinks: (H,), the score of a further row that has no value.
+    """
     rows, heads, _ = q.shape
     k, v = (np.repeat(x, heads // x.shape[1], axis=1) for x in (k, v))
     scores = np.einsum("ihd,jhd->hij", q, k) * scale
@@ -48,7 +51,11 @@ def attend(q, k, v, scale, window=None):
     seen = at[:, None] >= at[None]
     if window is not None:
         seen &= at[:, None] < at[None] + window
-    return np.einsum("hij,jhd->ihd", softmax(np.where(seen, scores, -np.inf)), v)
+    scores = np.where(seen, scores, -np.inf)
+    if sinks is not None:
+        added = np.broadcast_to(sinks[:, None, None], (heads, rows, 1))
+        scores = np.concatenate([scores, added], -1)
+    return np.einsum("hij,jhd->ihd", softmax(scores)[..., :rows], v)
 
 
 def swiglu(x, weights, prefix):
