@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import mlx.core as mx
 import numpy as np
+import pytest
 from family_cases import CASES
 
 import mtplx
+from mtplx.errors import ModelFileError
 from mtplx.state import State
 
 PROMPT = [5, 40, 9, 33, 17, 60, 2, 8, 71]
@@ -30,3 +32,13 @@ def test_packed_parts_of_the_latent_are_computed_with_as_what_they_stand_for(tmp
     )
     got = np.asarray(bundle.attached.logits(out))
     np.testing.assert_allclose(got, want, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("part", [slice(0, -1), np.s_[:, :-1]], ids=["rows", "columns"])
+def test_a_joint_projection_of_another_shape_is_named(tmp_path, part):
+    case, stem = CASES["longcat_flash"], "model.mtp.layers.0.self_attn."
+    weights, name = case.weights(), f"{stem}kv_b_proj.weight"
+    weights[name] = np.ascontiguousarray(weights[name][part])
+    with pytest.raises(ModelFileError, match="expected") as caught:
+        mtplx.load(case.write(tmp_path, weights), weights="float32")
+    assert caught.value.tensor.startswith(stem)
