@@ -58,6 +58,10 @@ class NativeFamily(TrunkFamily):
     def new_block(self, index: int) -> Any:
         """The decoder layer of head ``index``: called with x (B, L, D), a mask and a cache."""
 
+    def new_layer(self) -> Any:
+        """See ``HeadedFamily.new_layer``."""
+        return self.new_block(0)
+
     def new_head(self, index: int, names: Collection[str]) -> MTPHead:
         """Head ``index``, its weights of no meaning.  names: those stored for it, unprefixed."""
         return MTPHead(self.hidden_size, self.norm_eps, self.new_block(index), normed=self.normed)

@@ -1,7 +1,7 @@
 """LongCat-Flash (``model.mtp``): latent attention whose two low ranks are scaled, then SwiGLU.
 
-From vLLM's ``longcat_flash_mtp.py`` and transformers' ``longcat_flash``: q by sqrt(D / q rank), the
-latent by sqrt(D / kv rank), both behind their norms; rotary pairs are (2 i, 2 i + 1).
+From vLLM's ``longcat_flash_mtp.py`` and SGLang's ``longcat_flash_nextn.py``: q by sqrt(D / q
+rank), the latent by sqrt(D / kv rank), both behind their norms; rotary pairs are (2 i, 2 i + 1).
 """
 
 from __future__ import annotations

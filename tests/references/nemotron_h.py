@@ -1,6 +1,6 @@
 """Nemotron-H (``mtp.layers.{0, 1}``): attention without positions, then squared-ReLU experts.
 
-From vLLM's ``nemotron_h_mtp.py`` and ``nemotron_h.py`` and transformers' ``nemotron_h``.
+From vLLM's ``nemotron_h_mtp.py``, NeMo's ``common/mtp`` and the parameters of mlx-lm's layers.
 """
 
 from __future__ import annotations
