@@ -213,9 +213,11 @@ def _by_stored_names(
             if how != {key: told.get(key, value) for key, value in how.items()}:
                 told[stem.removesuffix(".weight")] = how
     parameters: dict[str, mx.array] = dict(tree_flatten(head.parameters()))
-    named = {family.stored_name(n, checkpoint.text_config): v for n, v in parameters.items()}
+    text = checkpoint.text_config
+    named = {family.stored_name(place, text): value for place, value in parameters.items()}
     assert len(named) == len(parameters)
-    return named
+    # A name without a place is the trunk's tensor, which the family puts into the head again.
+    return {name: value for name, value in named.items() if family.place(name, text) is not None}
 
 
 # --- writing ---
@@ -255,7 +257,8 @@ def _write(
             raise ModelError(f"{out}: cannot be written ({e})") from e
         _copy_rest(source, folder)
         save_config(config, folder / "config.json", keep_vision_config=keep)
-        read_checkpoint(folder)  # whole, as far as headers and sizes tell
+        written = read_checkpoint(folder)  # whole, as far as names and shapes tell
+        native_head.read(build_trunk(written)[0], written, float32=False, values=False)
 
 
 def _is_fp8(config: dict[str, Any]) -> bool:
