@@ -11,8 +11,9 @@ import pytest
 import mtplx
 
 PUBLIC = {
-    "Bundle": "(trunk: 'nn.Module', head: 'MTPHead | None', tokenizer: 'tokenizer.Tokenizer', "
-    "provenance: 'Provenance', head_source: 'str | None' = None) -> None",
+    "Bundle": "(trunk: 'nn.Module', head: 'MTPHead | MTPChain | None', "
+    "tokenizer: 'tokenizer.Tokenizer', provenance: 'Provenance', "
+    "head_source: 'str | None' = None, head_note: 'str' = '') -> None",
     "Generation": "(text: 'str', token_ids: 'list[int]', finish_reason: 'str', seed: 'int', "
     "stats: 'Stats', logprobs: 'list[TokenLogprob] | None' = None) -> None",
     "Options": "(sampling: 'SamplerConfig' = <factory>, max_tokens: 'int' = 256, "
@@ -30,7 +31,8 @@ PUBLIC = {
     "on_progress: 'Callable[[int, int], None] | None' = None) -> 'Conversion'",
     "generate": "(bundle: 'Bundle', prompt: 'Prompt', **options: 'Any') -> 'Generation'",
     "load": "(model: 'str | Path' = 'smollm2-135m-instruct', *, weights: 'str' = 'auto', "
-    "head: 'str | Path | MTPHead | None' = 'auto', any_trunk: 'bool' = False) -> 'Bundle'",
+    "head: 'str | Path | MTPHead | MTPChain | None' = 'auto', any_trunk: 'bool' = False) "
+    "-> 'Bundle'",
     "pull": "(model: 'str | Path' = 'smollm2-135m-instruct', *, "
     "on_progress: 'Progress | None' = None, verify: 'bool' = False) -> 'Path'",
     "stream": "(bundle: 'Bundle', prompt: 'Prompt', **options: 'Any') -> 'Stream'",

@@ -76,12 +76,8 @@ class DeepSeekFamily(AppendedFamily):
 
     def settle(self, weights: Weights) -> Weights:
         """See ``NativeFamily.settle``."""
-        args = self.args
-        rows = args.num_attention_heads * (args.qk_nope_head_dim + args.v_head_dim)
-        for name, value in weights.items():
-            if name.endswith(".kv_b_proj.weight") and value.shape[0] != rows:
-                raise tensors.UnfitError(name, f"has {value.shape[0]} rows, expected {rows}")
-        return self.layers_by_trunk(super().settle(weights), 0)
+        weights = tensors.latent_projections(super().settle(weights), self.args)
+        return self.layers_by_trunk(weights, 0)
 
 
 class SparseFamily(DeepSeekFamily):

@@ -69,11 +69,8 @@ class LongcatFamily(NativeFamily):
 
     def settle(self, weights: Weights) -> Weights:
         """See ``NativeFamily.settle``; mlx-lm does it for the attentions of the trunk's layers."""
-        args, one, first = self.args, ".layer.self_attn.", ".layer.self_attn.0."
-        rows = args.num_attention_heads * (args.qk_nope_head_dim + args.v_head_dim)
-        for name, value in weights.items():
-            if name.endswith(".kv_b_proj.weight") and value.shape[0] != rows:
-                raise tensors.UnfitError(name, f"has {value.shape[0]} rows, expected {rows}")
+        weights = tensors.latent_projections(weights, self.args)
+        one, first = ".layer.self_attn.", ".layer.self_attn.0."
         named = {name.replace(one, first): value for name, value in weights.items()}
         made = self.layers_by_trunk(named, 0)
         return {name.replace(first, one): value for name, value in made.items()}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from typing import Any
 
 import mlx.core as mx
 
@@ -109,6 +110,26 @@ def stack_experts(weights: dict[str, mx.array], into: str = "switch_mlp") -> dic
                 expected = out[names[0]].shape
                 raise UnfitError(name, f"has the shape {out[name].shape}, expected {expected}")
         out[f"{stem}{into}.{rest}"] = mx.stack([out.pop(name) for name in names])
+    return out
+
+
+def latent_projections(weights: dict[str, mx.array], args: Any) -> dict[str, mx.array]:
+    """``kv_b_proj`` of latent attention in full precision: mlx-lm would pack its two parts anew.
+
+    Raises ``UnfitError`` for one of another size.  args: the trunk's.
+    """
+    rows = args.num_attention_heads * (args.qk_nope_head_dim + args.v_head_dim)
+    out = dict(weights)
+    for name, value in weights.items():
+        if not name.endswith(".kv_b_proj.weight"):
+            continue
+        if value.shape[0] != rows:
+            raise UnfitError(name, f"has {value.shape[0]} rows, expected {rows}")
+        stem, columns = name.removesuffix("weight"), args.kv_lora_rank
+        scales, biases = (out.pop(stem + part, None) for part in ("scales", "biases"))
+        if scales is not None:
+            bits, size = value.shape[1] * 32 // columns, columns // max(1, scales.shape[-1])
+            out[name] = mx.dequantize(value, scales, biases, bits=bits, group_size=size)
     return out
 
 
