@@ -23,7 +23,7 @@ __all__ = [
     "MTPChain",
     "MTPHead",
     "attach_head",
-    "cache_length",
+    "cut_cache",
     "headed_family",
     "new_head",
     "verify",
@@ -84,9 +84,10 @@ def _first(cache: Any) -> Any:
     return cache[0] if isinstance(cache, CacheList) else cache
 
 
-def cache_length(cache: Any) -> int:
-    """Rows in a head's cache, or in each of several that belong together."""
-    return _first(cache).offset
+def cut_cache(cache: Any, length: int) -> None:
+    """Drop all but the first rows of a head's cache, or of each of several that belong together."""
+    for each in cache.caches if isinstance(cache, CacheList) else (cache,):
+        each.trim(each.offset - length)
 
 
 def headed_family(trunk: Any, levels: tuple[int, ...] = ()) -> HeadedFamily:

@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 from family_cases import CASES
 from mlx.utils import tree_flatten
+from mlx_lm.models.cache import CacheList
 
 import mtplx
 from mtplx.drafters import MTPDrafter, Proposal
 from mtplx.errors import ModelFileError
-from mtplx.mtp_patch import cache_length
 from mtplx.sequence import History
 from mtplx.state import State
 
@@ -109,6 +109,10 @@ def test_logits_of_deeper_heads_are_the_references(case, bundles):
         np.testing.assert_allclose(np.asarray(head.logits(out)), want, rtol=0, atol=1e-4)
 
 
+def leaves_of(cache):
+    return list(cache.caches) if isinstance(cache, CacheList) else [cache]
+
+
 def rows_of(cache, count):
     """The first rows of every array in a cache."""
     leaves = [leaf for _, leaf in tree_flatten(cache.state) if isinstance(leaf, mx.array)]
@@ -121,7 +125,7 @@ def assert_drafted_as_a_whole(bundle, drafter, tokens, drafts):
     runs = run_chain(bundle, hidden_of(bundle, tokens[:-1]), [*tokens, *drafts])
     for k, (cache, (_, _, whole)) in enumerate(zip(drafter.caches, runs, strict=True)):
         rows = max(0, known - k)
-        assert cache_length(cache) == rows
+        assert [leaf.offset for leaf in leaves_of(cache)] == [rows] * len(leaves_of(cache))
         if rows:
             for left, right in zip(rows_of(cache, rows), rows_of(whole, rows), strict=True):
                 np.testing.assert_allclose(left, right, rtol=0, atol=1e-4)
@@ -160,6 +164,35 @@ def test_caches_after_rejections_at_every_position_are_those_of_a_fresh_start(ca
     assert_drafted_as_a_whole(bundle, drafter, tokens, again.tokens)
     fresh, _ = started(bundle, tokens)
     assert fresh.propose(depth, proposal).tokens == again.tokens
+
+
+@pytest.mark.parametrize("name", ["mimo_2", "mimo_v2_flash", "deepseek_v32"])
+def test_a_proposal_interrupted_while_it_drops_its_drafts_leaves_none(name, bundles, monkeypatch):
+    bundle, depth = bundles(CASES[name]), 4
+    for place in range(1, CASES[name].head_count) or [
+        0
+    ]:  # a chain's first drafts from its last row
+        drafter, state = started(bundle, PROMPT)
+        leaf = leaves_of(drafter.caches[place])[-1]
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(leaf, "trim", Interrupted(leaf.trim))
+            drafter.propose(depth, proposal_for(bundle))
+        hidden, _ = state.forward(PROMPT[-1:])
+        drafter.observe([44], hidden)
+        drafts = drafter.propose(depth, proposal_for(bundle)).tokens
+        assert_drafted_as_a_whole(bundle, drafter, [*PROMPT, 44], drafts)
+
+
+class Interrupted:
+    """A cache's ``trim`` that does nothing when there is something to drop."""
+
+    def __init__(self, trim):
+        self.trim = trim
+
+    def __call__(self, count):
+        if count > 0:
+            raise KeyboardInterrupt
+        return self.trim(count)
 
 
 @each

@@ -11,7 +11,7 @@ import numpy as np
 from ..distribution import SparseDistribution
 from ..draft_vocabulary import DraftVocabulary
 from ..errors import NonFiniteLogitsError, StateError
-from ..mtp_patch import AttachedHead, cache_length
+from ..mtp_patch import AttachedHead, cut_cache
 from .base import Draft, Proposal
 from .index import NgramIndex
 
@@ -40,6 +40,8 @@ class MTPDrafter:
     def __init__(self, attached: AttachedHead):
         self.attached = attached
         self.caches = [head.new_cache() for head in (attached, *attached.further)]
+        # Rows of committed tokens in each: what a cache holds behind them is dropped.
+        self._lengths = [0] * len(self.caches)
         # Of every head behind the first: states (1, D) for it that wait for their token.
         self._waiting: list[mx.array | None] = [None] * len(self.caches)
         self._index = NgramIndex(1, len(attached.copy_bonus))
@@ -61,7 +63,7 @@ class MTPDrafter:
     @property
     def rows(self) -> int:
         """How many committed rows the first head's cache holds."""
-        return cache_length(self.cache)
+        return self._lengths[0]
 
     def observe(self, tokens: Sequence[int], hidden: mx.array | None) -> None:
         """Keep tokens, and hidden states until the next proposal feeds them to the head."""
@@ -76,11 +78,11 @@ class MTPDrafter:
         known = self.rows + sum(part.shape[0] for part in self._pending)
         if known != len(self.tokens) - 1:
             raise StateError(f"{known} hidden states are known for {len(self.tokens)} tokens")
+        self._drop_drafts()  # of a proposal that was interrupted while it dropped them
         self._feed_committed()
         hidden = self._last
         if hidden is None:
             return Draft([], [])
-        committed = [cache_length(cache) for cache in self.caches]
         tokens: list[int] = []
         q_rows: list[SparseDistribution] = []
         confidences: list[float] = []
@@ -101,7 +103,7 @@ class MTPDrafter:
                 else:
                     hidden = head.forward(hidden, mx.array(tokens[-1:]), self.caches[-1])
         finally:
-            self._drop_behind(committed)
+            self._drop_drafts()
 
     def _next_head(
         self, drafted: mx.array | None, tokens: list[int]
@@ -116,9 +118,9 @@ class MTPDrafter:
         out = head.forward(states, mx.array(list(tokens[-len(states) :])), self.caches[place])
         return head, states if head.head.reads_trunk else out, out[-1:]
 
-    def _drop_behind(self, lengths: Sequence[int]) -> None:
-        for cache, length in zip(self.caches, lengths, strict=True):
-            cache.trim(cache_length(cache) - length)
+    def _drop_drafts(self) -> None:
+        for cache, length in zip(self.caches, self._lengths, strict=True):
+            cut_cache(cache, length)
 
     def _raised(self, logits: mx.array, drafts: Sequence[int]) -> mx.array:
         """Logits (1, V) of the draft ids, with the bonus of the token that a copy would give."""
@@ -146,35 +148,39 @@ class MTPDrafter:
                 part, rest = mx.concatenate(self._pending), []
             if len(part) > _CHUNK:
                 part, rest = part[:_CHUNK], [part[_CHUNK:]]
-            start = [cache_length(cache) for cache in self.caches]
-            follow = self.tokens[start[0] + 1 : start[0] + 1 + len(part)]
+            follow = self.tokens[self.rows + 1 : self.rows + 1 + len(part)]
             try:
                 out = self.attached.forward(part, mx.array(follow), self.cache)
-                waiting = self._feed_further(part, out)
+                waiting, lengths = self._feed_further(part, out)
+                last = out if len(out) == 1 else out[-1:]
                 mx.eval(out, waiting)  # and with it what it was computed from: the caches' rows
             except BaseException:
-                self._drop_behind(start)
+                self._drop_drafts()
                 raise
-            self._pending, self._last = rest, out if len(out) == 1 else out[-1:]
-            self._waiting = waiting
+            # Nothing is called here, so that no interrupt comes in between.
+            self._pending, self._last, self._waiting, self._lengths = rest, last, waiting, lengths
 
-    def _feed_further(self, read: mx.array, out: mx.array) -> list[mx.array | None]:
-        """Write the others' new rows; what waits.
+    def _feed_further(
+        self, read: mx.array, out: mx.array
+    ) -> tuple[list[mx.array | None], list[int]]:
+        """Write the others' new rows; what waits then, and the rows of committed tokens.
 
         read, out: the first head's new states (n, F) and outputs (n, D).
         """
-        waiting = list(self._waiting)
+        waiting, lengths = list(self._waiting), list(self._lengths)
+        lengths[0] += len(out)
         for place, head in enumerate(self.attached.further, 1):
             new, known = read if head.head.reads_trunk else out, waiting[place]
             states = new if known is None else mx.concatenate([known, new])
             waiting[place] = states[-1:]
             if len(states) == 1:
                 break
-            cache = self.caches[place]
-            first = cache_length(cache) + place + 1
+            first = lengths[place] + place + 1
             follow = self.tokens[first : first + len(states) - 1]
-            read, out = states[:-1], head.forward(states[:-1], mx.array(follow), cache)
-        return waiting
+            read = states[:-1]
+            out = head.forward(read, mx.array(follow), self.caches[place])
+            lengths[place] += len(read)
+        return waiting, lengths
 
 
 def _law(
