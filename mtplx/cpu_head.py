@@ -15,7 +15,7 @@ import mlx.nn as nn
 import numpy as np
 
 from .cpu_layers import PackedEmbedding, Stack, native_layer, takes
-from .mtp_patch import AttachedHead
+from .mtp_patch import AttachedHead, MTPHead
 from .native import status
 
 # Drafts are kept as often as with 8 bits (57 % of the first ones, 120 prompts, SmolLM2); in groups
@@ -54,7 +54,7 @@ def fuse(attached: AttachedHead) -> AttachedHead:
     if not isinstance(embedding, PackedEmbedding):
         return attached
     layer = native_layer(head.layer, pack=_pack_linear)
-    if layer is None or head.enorm.eps != head.hnorm.eps:
+    if layer is None or head.enorm.eps != head.hnorm.eps or not _is_plain(head):
         return attached
     size = family.hidden_size
     blocks = [head.fc.weight[:, i : i + size] for i in range(0, head.fc.weight.shape[1], size)]
@@ -72,6 +72,14 @@ def fuse(attached: AttachedHead) -> AttachedHead:
     if head.vocabulary is not None:
         rows = _pack(family.output_rows(np.asarray(head.vocabulary.ids)))
     return FusedHead(attached, combine, stack, rows)
+
+
+def _is_plain(head: MTPHead) -> bool:
+    """Whether a head has only what the kernels' step computes."""
+    own = {"embedding", "output"} & head.keys()
+    return (
+        head.normed and "norm" in head and not own and head.window is None and "bias" not in head.fc
+    )
 
 
 def _pack(weight: mx.array, bias: mx.array | None = None) -> Any:

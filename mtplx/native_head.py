@@ -2,38 +2,43 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from .checkpoint import Checkpoint
-from .errors import ModelFileError
+from .errors import ModelError, ModelFileError
 
 if TYPE_CHECKING:
     from .families.head import MTPChain
 
 
-def claims(checkpoint: Checkpoint) -> dict[str, str]:
-    """Stored name -> name in an ``MTPChain``, of the head's tensors; empty where there is none.
+@contextmanager
+def _fitting(checkpoint: Checkpoint) -> Iterator[None]:
+    """Families, like the classes they use, fail in any way on what is not theirs."""
+    try:
+        yield
+    except ModelError:
+        raise
+    except Exception as e:
+        raise ModelFileError(
+            f"{checkpoint.path}: the MTP head cannot be built from config.json and tensors"
+            f" ({type(e).__name__}: {e})", path=checkpoint.path,
+        ) from e  # fmt: skip
 
-    Raises ``ModelFileError`` for a tensor beside the model's own files that is no head's.
-    """
+
+def claims(checkpoint: Checkpoint) -> dict[str, str]:
+    """Stored name -> name in an ``MTPChain``, of the head's tensors; empty where there is none."""
     from .families import family_class
     from .families.native import NativeFamily
 
     family = family_class(checkpoint.config["model_type"])
     if not issubclass(family, NativeFamily):
         return {}
-    found = {}
-    for name in (*checkpoint.tensors, *checkpoint.sidecar):
-        place = family.place(name, checkpoint.text_config)
-        if place is not None:
-            found[name] = place
-    for name, tensor in checkpoint.sidecar.items():
-        if name not in found:
-            raise ModelFileError(
-                f"{tensor.file}: tensor {name!r} belongs to no head that is known of a"
-                f" {checkpoint.config['model_type']} model", path=tensor.file, tensor=name,
-            )  # fmt: skip
-    return found
+    with _fitting(checkpoint):
+        names = (*checkpoint.tensors, *checkpoint.sidecar)
+        places = {name: family.place(name, checkpoint.text_config) for name in names}
+    return {name: place for name, place in places.items() if place is not None}
 
 
 def missing(checkpoint: Checkpoint) -> str:
@@ -57,11 +62,9 @@ def read(
     """The checkpoint's own head, or None, and why there is none where one was to be expected.
 
     float32: widened to it.  values: False looks at names and shapes only.  Raises as
-    ``families.native.read_chain``, and ``ModelError`` for a format that cannot be read.
+    ``families.native.read_chain``, ``ModelFileError`` for a tensor beside the model's own files
+    that is no head's, and ``ModelError`` for a format that cannot be read.
     """
-    found = claims(checkpoint)
-    if not found:
-        return None, missing(checkpoint)
     import mlx.core as mx
 
     from .families import family_of
@@ -69,15 +72,25 @@ def read(
     from .families.tensors import check_formats
     from .precision import to_float32
 
-    family = family_of(trunk)
-    assert isinstance(family, NativeFamily)
+    found, family = claims(checkpoint), family_of(trunk)
+    if not isinstance(family, NativeFamily):
+        return None, ""
+    for name, tensor in checkpoint.sidecar.items():
+        if name not in found:
+            raise ModelFileError(
+                f"{tensor.file}: tensor {name!r} belongs to no head that is known of a"
+                f" {checkpoint.config['model_type']} model", path=tensor.file, tensor=name,
+            )  # fmt: skip
+    if not found:
+        return None, missing(checkpoint)
     headers = {name: checkpoint.tensors.get(name) or checkpoint.sidecar[name] for name in found}
     check_formats(headers)
     stored: dict[str, Any] = {}
     for file in sorted({tensor.file for tensor in headers.values()}):
         arrays: Any = mx.load(str(file))
         stored |= {name: value for name, value in arrays.items() if name in found}
-    chain = read_chain(family, stored, checkpoint, values=values)
+    with _fitting(checkpoint):
+        chain = read_chain(family, stored, checkpoint, values=values)
     if float32:
         to_float32(chain)
     if values:

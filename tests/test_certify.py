@@ -14,15 +14,20 @@ from typer.testing import CliRunner
 sys.path.append(str(Path(__file__).parent / "mutants"))
 
 from checks import tiny_bundle
+from family_cases import CASES
+from family_cases.case import write_rest
 from faults import MUTANTS
 from patcher import applied
+from safetensors.numpy import save_file
 
+import mtplx
 from mtplx.certify import certificate, report, run, tuples
 from mtplx.certify.cases import BLOCKS
 from mtplx.certify.engine_play import REQUESTS
 from mtplx.certify.tuples import chi_square, law_of_tuples
 from mtplx.cli import app
 from mtplx.errors import RequestError
+from mtplx.fetch import file_sha256
 
 PARTS = {"joint_law_tv", "seed_replay", "e_process", "chi_square", "drift"}
 
@@ -181,3 +186,23 @@ def test_exit_codes(verdict, code, monkeypatch, tmp_path):
     assert done.exit_code == code
     assert json.loads(done.stdout)["verdict"] == verdict
     assert (given["prompts"], given["rules"], given["delta"]) == (["one", "two"], ["token"], 0.1)
+
+
+@pytest.mark.parametrize("where", ["model.safetensors", "mtp.safetensors"])
+def test_a_certificate_names_the_head_of_the_models_own(where, tmp_path, monkeypatch):
+    case = CASES["mimo_1"]
+    weights = case.weights()
+    parts = {"model.safetensors": {}, where: {}}
+    for name, value in weights.items():
+        parts[where if case.is_head(name) else "model.safetensors"][name] = value
+    for file, arrays in parts.items():
+        save_file(arrays, tmp_path / file, {"format": "pt"})
+    write_rest(tmp_path, case.config)
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model/mtp.safetensors").write_bytes(b"another's")
+    monkeypatch.chdir(tmp_path)
+    bundle = mtplx.load(tmp_path, weights="float32")
+    model = certificate._model(bundle)
+    assert model["head"] == {"source": "model", "sha256": None}
+    assert model["sha256"] == {file: file_sha256(tmp_path / file) for file in parts}
+    assert report._head(model["head"]) == "the model's own"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import mlx.core as mx
 import numpy as np
@@ -14,7 +15,8 @@ from safetensors.numpy import save_file
 from test_families import PROMPT, bundles, each, hidden_of  # noqa: F401 (a fixture)
 
 import mtplx
-from mtplx.errors import ModelFileError
+from mtplx.errors import ModelError, ModelFileError
+from mtplx.inspection import BROKEN, inspect
 
 INDEX = "model.safetensors.index.json"
 QWEN = pytest.mark.parametrize(
@@ -165,3 +167,31 @@ def test_a_head_reads_the_trunks_state_before_or_after_its_norm(case, bundles): 
         hidden = family.body.norm(hidden)
     got, want = family.logits(hidden), bundle.trunk(mx.array([PROMPT]))[0]
     np.testing.assert_allclose(np.asarray(got), np.asarray(want), rtol=0, atol=1e-4)
+
+
+def test_without_the_head_a_stray_tensor_beside_the_model_is_no_error(tmp_path):
+    trunk, head = parted(CASES["qwen3_5"])
+    files = {"model.safetensors": trunk, "mtp.safetensors": head | {"strange.weight": np.ones(3)}}
+    path = write(CASES["qwen3_5"], tmp_path / "m", files)
+    with pytest.raises(ModelFileError, match=r"'strange\.weight' belongs to no head"):
+        mtplx.load(path, weights="float32")
+    assert mtplx.load(path, weights="float32", head="none").head is None
+
+
+@pytest.mark.parametrize(
+    ("name", "config", "match"),
+    [
+        ("mimo_1", {"num_nextn_predict_layers": 10**7}, "num_nextn_predict_layers is 10000000"),
+        ("mimo_1", {"num_nextn_predict_layers": -1}, "num_nextn_predict_layers is -1"),
+        ("mimo_1", {"num_nextn_predict_layers": "one"}, "num_nextn_predict_layers is 'one'"),
+        ("step3p5", {"num_hidden_layers": None}, "cannot be built"),
+        ("nemotron_h", {"mtp_hybrid_override_pattern": 3}, "cannot be built"),
+    ],
+)
+def test_a_configuration_that_describes_no_head_is_an_error(name, config, match, tmp_path):
+    path = CASES[name].write(tmp_path, **config)
+    with pytest.raises(ModelError, match=match):
+        mtplx.load(path, weights="float32")
+    found = inspect(path)
+    assert found.verdict == BROKEN
+    assert re.search(match, found.why)

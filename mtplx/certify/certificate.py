@@ -12,6 +12,7 @@ from typing import Any, Literal
 import mlx.core as mx
 
 from .. import head_file
+from ..checkpoint import read_checkpoint
 from ..environment import machine, versions
 from ..load import Bundle
 from ..options import RuleName
@@ -168,18 +169,21 @@ def _finite(figures: dict[str, Any]) -> dict[str, Any]:
 
 def _model(bundle: Bundle) -> dict[str, Any]:
     provenance = bundle.provenance
-    head = None
+    head, files = None, dict(provenance.sha256)
     if bundle.head is not None:
-        folder = Path(bundle.head_source or "")
-        weights = folder / head_file.WEIGHTS
-        hashed = known_sha256(weights) if weights.is_file() else None
+        hashed = None
+        if bundle.head_source == "model":  # in the model's own files, or in some beside them
+            beside = read_checkpoint(provenance.path).sidecar.values()
+            files |= {f.name: known_sha256(f) for f in sorted({t.file for t in beside})}
+        elif bundle.head_source != "given":
+            hashed = known_sha256(Path(bundle.head_source or "") / head_file.WEIGHTS)
         head = {"source": bundle.head_source, "sha256": hashed}
     return {
         "source": provenance.source,
         "architecture": provenance.architecture,
         "quantisation": provenance.quantisation,
         "runs": provenance.runs,
-        "sha256": provenance.sha256,
+        "sha256": files,
         "head": head,
     }
 

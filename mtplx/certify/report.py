@@ -77,12 +77,18 @@ def lines(found: Certificate) -> list[str]:
         f" top-k {found.sampling.top_k}; first seed {found.seed}",
         f"model       {model['source']}, {model['runs']}",
         *(f"            {name} {digest}" for name, digest in model["sha256"].items()),
-        f"head        {(model['head'] or {}).get('sha256') or 'none'}",
+        f"head        {_head(model['head'])}",
         f"device      {told['device']}, {', '.join(told['machine'].values())}",
         f"versions    {', '.join(f'{k} {v}' for k, v in told['versions'].items())}",
         f"seconds     {', '.join(f'{k} {v:g}' for k, v in told['seconds'].items())}",
     ]
     return [line if len(line) <= _WIDTH else line[: _WIDTH - 3] + "..." for line in out]
+
+
+def _head(head: dict[str, Any] | None) -> str:
+    if head is None:
+        return "none"
+    return head["sha256"] or ("the model's own" if head["source"] == "model" else head["source"])
 
 
 def _number(value: float | None) -> str:

@@ -16,7 +16,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from ..checkpoint import Checkpoint
-from ..errors import ModelFileError
+from ..errors import ModelError, ModelFileError
 from ..strict import load_strictly
 from . import tensors
 from .head import MTPChain, MTPHead
@@ -74,8 +74,14 @@ class NativeFamily(TrunkFamily):
 
     @classmethod
     def count(cls, config: Mapping[str, Any]) -> int:
-        """How many heads the configuration tells of; 0 if it does not say."""
-        return int(config.get(cls.count_key) or 0)
+        """How many heads the configuration tells of; 0 if it does not say.
+
+        Raises ``ModelError`` for what is no such number.
+        """
+        count = config.get(cls.count_key) or 0
+        if type(count) is not int or not 0 <= count <= MOST_HEADS:
+            raise ModelError(f"config.json: {cls.count_key} is {count!r}, at most {MOST_HEADS}")
+        return count
 
     @classmethod
     def place(cls, name: str, config: Mapping[str, Any]) -> str | None:

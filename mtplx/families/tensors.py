@@ -17,6 +17,7 @@ __all__ = [
     "UnfitError",
     "centre_norms",
     "check_formats",
+    "latent_projections",
     "plain_formats",
     "split_gate_up",
     "stack_experts",
@@ -90,8 +91,8 @@ def centre_norms(weights: dict[str, mx.array]) -> dict[str, mx.array]:
     return {name: w + 1 if is_norm(name) else w for name, w in weights.items()}
 
 
-def stack_experts(weights: dict[str, mx.array], into: str = "switch_mlp") -> dict[str, mx.array]:
-    """``experts.E.NAME`` for every E become one tensor ``into``.NAME, experts first.
+def stack_experts(weights: dict[str, mx.array]) -> dict[str, mx.array]:
+    """``experts.E.NAME`` for every E become one tensor ``switch_mlp.NAME``, experts first.
 
     Raises ``UnfitError`` for one that is missing or unlike the others.
     """
@@ -109,7 +110,7 @@ def stack_experts(weights: dict[str, mx.array], into: str = "switch_mlp") -> dic
             if out[name].shape != out[names[0]].shape:
                 expected = out[names[0]].shape
                 raise UnfitError(name, f"has the shape {out[name].shape}, expected {expected}")
-        out[f"{stem}{into}.{rest}"] = mx.stack([out.pop(name) for name in names])
+        out[f"{stem}switch_mlp.{rest}"] = mx.stack([out.pop(name) for name in names])
     return out
 
 
@@ -123,8 +124,8 @@ def latent_projections(weights: dict[str, mx.array], args: Any) -> dict[str, mx.
     for name, value in weights.items():
         if not name.endswith(".kv_b_proj.weight"):
             continue
-        if value.shape[0] != rows:
-            raise UnfitError(name, f"has {value.shape[0]} rows, expected {rows}")
+        if value.ndim != 2 or value.shape[0] != rows:
+            raise UnfitError(name, f"has the shape {value.shape}, expected {rows} rows")
         stem, columns = name.removesuffix("weight"), args.kv_lora_rank
         scales, biases = (out.pop(stem + part, None) for part in ("scales", "biases"))
         if scales is not None:
@@ -133,16 +134,16 @@ def latent_projections(weights: dict[str, mx.array], args: Any) -> dict[str, mx.
     return out
 
 
-def split_gate_up(weights: dict[str, mx.array], into: str = "switch_mlp") -> dict[str, mx.array]:
-    """``experts.gate_up_proj`` (E, 2 M, D) and ``experts.down_proj`` become ``into``'s."""
+def split_gate_up(weights: dict[str, mx.array]) -> dict[str, mx.array]:
+    """``experts.gate_up_proj`` (E, 2 M, D) and ``experts.down_proj`` become ``switch_mlp``'s."""
     out = {}
     for name, value in weights.items():
         stem, found, rest = name.partition(".experts.")
         if found and rest.removesuffix(".weight") == "gate_up_proj":
             for part, half in zip(("gate", "up"), mx.split(value, 2, axis=-2), strict=True):
-                out[f"{stem}.{into}.{part}_proj.weight"] = half
+                out[f"{stem}.switch_mlp.{part}_proj.weight"] = half
         elif found and rest.removesuffix(".weight") == "down_proj":
-            out[f"{stem}.{into}.down_proj.weight"] = value
+            out[f"{stem}.switch_mlp.down_proj.weight"] = value
         else:
             out[name] = value
     return out
