@@ -21,10 +21,8 @@ def _fitting(checkpoint: Checkpoint) -> Iterator[None]:
     except ModelError:
         raise
     except Exception as e:
-        raise ModelFileError(
-            f"{checkpoint.path}: the MTP head cannot be built from config.json and tensors"
-            f" ({type(e).__name__}: {e})", path=checkpoint.path,
-        ) from e  # fmt: skip
+        what = f"{checkpoint.path}: its MTP head cannot be built ({type(e).__name__}: {e})"
+        raise ModelFileError(what, path=checkpoint.path) from e
 
 
 def claims(checkpoint: Checkpoint) -> dict[str, str]:
@@ -73,16 +71,15 @@ def read(
     from .precision import to_float32
 
     found, family = claims(checkpoint), family_of(trunk)
-    if not isinstance(family, NativeFamily):
-        return None, ""
     for name, tensor in checkpoint.sidecar.items():
-        if name not in found:
+        if isinstance(family, NativeFamily) and name not in found:
             raise ModelFileError(
                 f"{tensor.file}: tensor {name!r} belongs to no head that is known of a"
                 f" {checkpoint.config['model_type']} model", path=tensor.file, tensor=name,
             )  # fmt: skip
     if not found:
         return None, missing(checkpoint)
+    assert isinstance(family, NativeFamily)
     headers = {name: checkpoint.tensors.get(name) or checkpoint.sidecar[name] for name in found}
     check_formats(headers)
     stored: dict[str, Any] = {}
