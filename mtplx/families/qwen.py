@@ -1,6 +1,6 @@
 """Qwen3-Next, Qwen3.5 and 3.6: a head under ``mtp.``, a full-attention layer in it.
 
-Checked against vLLM's description of the same heads (docs/families.md).
+As in vLLM's ``qwen3_next_mtp.py``: a deeper draft reads what comes after the head's norm.
 """
 
 from __future__ import annotations
