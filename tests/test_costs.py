@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from time import sleep
 
 import heads
 import pytest
@@ -15,6 +16,7 @@ import mtplx.console
 from mtplx import costs, native
 from mtplx.cpu_layers import is_fused
 from mtplx.depth import DEFAULT_COSTS, KERNEL_COSTS, Costs
+from mtplx.engine import Engine
 from mtplx.errors import MtplxError
 
 SOME = Costs((0.01, 0.012, 0.014), 0.001, 0.002)
@@ -53,6 +55,20 @@ def test_measuring_leaves_nothing_out(bare, form, monkeypatch):
 def test_a_model_without_a_head_has_no_cost_of_a_draft(bare, monkeypatch):
     monkeypatch.setattr(costs, "PASSES", 2)
     assert costs.measure(bare).draft == 0
+
+
+def test_a_round_costs_what_is_around_its_forward_too(bare, monkeypatch):
+    slow, step = 0.02, Engine.step
+
+    def waiting(engine, sequences):
+        sleep(slow)
+        step(engine, sequences)
+
+    monkeypatch.setattr(costs, "PASSES", 5)
+    monkeypatch.setattr(Engine, "step", waiting)
+    found = costs.measure(bare).forward
+    assert min(found) > slow
+    assert found[-1] < found[0] + slow, "once a round, not once a row"
 
 
 @pytest.mark.parametrize("context", [64, None])
