@@ -34,22 +34,13 @@ WINDOW = 8
 
 
 def _qwen() -> Any:
-    return qwen3_5.TextModel(
-        qwen3_5.TextModelArgs(
-            model_type="qwen3_5",
-            hidden_size=32,
-            intermediate_size=48,
-            num_hidden_layers=4,
-            num_attention_heads=2,
-            num_key_value_heads=1,
-            head_dim=16,
-            vocab_size=VOCAB,
-            linear_num_value_heads=2,
-            linear_num_key_heads=1,
-            linear_key_head_dim=32,
-            linear_value_head_dim=16,
-        )
-    )
+    text = {
+        "model_type": "qwen3_5_text", "hidden_size": 32, "intermediate_size": 48,
+        "num_hidden_layers": 4, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16,
+        "vocab_size": VOCAB, "linear_num_value_heads": 2, "linear_num_key_heads": 1,
+        "linear_key_head_dim": 32, "linear_value_head_dim": 16,
+    }  # fmt: skip
+    return qwen3_5.Model(qwen3_5.ModelArgs(model_type="qwen3_5", text_config=text))
 
 
 def _mamba() -> Any:
