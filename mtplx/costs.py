@@ -173,8 +173,10 @@ def in_force(bundle: Bundle, draft_model: Bundle | None = None) -> tuple[Costs, 
 
 
 def _nbytes(bundle: Bundle) -> int:
+    """Of a trunk's weights, those that the CPU kernels hold among them."""
     parameters: dict[str, Any] = dict(tree_flatten(bundle.trunk.parameters()))
-    return sum(value.nbytes for value in parameters.values())
+    packed = [m.matrix.nbytes for m in bundle.trunk.modules() if hasattr(m, "matrix")]
+    return sum(value.nbytes for value in parameters.values()) + sum(packed)
 
 
 def stored(bundle: Bundle) -> Costs | None:

@@ -166,3 +166,12 @@ def test_a_run_says_by_which_costs_it_chose(headed, file):
     json.dumps(stats.to_dict())
     assert mtplx.generate(headed, [5, 6], depth=2, **options).stats.costs is None
     assert mtplx.generate(headed, [5, 6], draft="none", **options).stats.costs is None
+
+
+@pytest.mark.skipif(native.status().native is None, reason="the CPU kernels are not built")
+def test_weights_that_the_kernels_hold_are_counted(bare, tmp_path):
+    """Float32 both times; the kernels x."""
+    folder = tiny.write_directory(tmp_path, num_key_value_heads=4)
+    sizes = [costs._nbytes(mtplx.load(folder, weights=form)) for form in ("auto", "float32")]
+    assert is_fused(mtplx.load(folder).trunk)
+    assert sizes[0] == pytest.approx(sizes[1], rel=0.02)
