@@ -82,7 +82,7 @@ DEFAULT_COSTS = Costs(
 )
 # The same model, machine and head on the CPU kernels, where each row more is arithmetic.
 KERNEL_COSTS = Costs(
-    (1.0, 1.16, 1.42, 1.63, 1.99, 2.31, 2.72, 3.0, 3.44, 3.78, 4.12, 4.46, 4.8), 0.07, 0.08
+    (1.0, 1.17, 1.43, 1.66, 1.96, 2.32, 2.65, 2.94, 3.36, 3.68, 4.0, 4.33, 4.65), 0.075, 0.08
 )
 
 
