@@ -212,7 +212,15 @@ def test_a_count_that_can_be_none_is_an_error_that_names_it(told, stored, tmp_pa
     case = CASES["glm4_moe"]
     weights = {n: w for n, w in case.weights().items() if stored or not case.is_head(n)}
     path = case.write(tmp_path, weights, num_nextn_predict_layers=told)
-    with pytest.raises(ModelFileError, match="num_nextn_predict_layers is .*not a number of MTP"):
+    with pytest.raises(ModelFileError, match=r"_layers is .*, not a number of MTP heads"):
         mtplx.load(path, weights="float32")
     assert inspect(path).verdict == "broken"
     assert mtplx.load(path, weights="float32", head="none").head is None
+
+
+def test_more_heads_than_a_family_can_have_are_an_error_that_names_the_count(tmp_path):
+    case = CASES["qwen3_5"]
+    text = dict(case.text_config) | {"mtp_num_hidden_layers": 2}
+    path = case.write(tmp_path, text_config=text)
+    with pytest.raises(ModelFileError, match="mtp_num_hidden_layers is 2, more MTP heads than"):
+        mtplx.load(path, weights="float32")

@@ -173,7 +173,14 @@ def read_chain(
 
 def _count(family: NativeFamily, weights: Weights, checkpoint: Checkpoint) -> int:
     numbers = {int(name.split(".")[1]) for name in weights if name.startswith("heads.")}
-    return family.count(checkpoint) or max(numbers, default=0) + 1
+    told, places = family.count(checkpoint), family.table(checkpoint.text_config)
+    if told and not any(own.startswith(f"heads.{told - 1}.") for _, own in places):
+        file = checkpoint.path / "config.json"
+        raise ModelFileError(
+            f"{file}: {family.count_key} is {told}, more MTP heads than are known of a"
+            f" {checkpoint.config['model_type']} model", path=file,
+        )  # fmt: skip
+    return told or max(numbers, default=0) + 1
 
 
 def _names_of(index: int, weights: Weights) -> list[str]:
