@@ -241,6 +241,7 @@ def _weight_files(path: Path) -> tuple[Path, ...]:
 def read_safetensors(file: Path) -> list[tuple[str, StoredTensor]]:
     """Checks one file with the strict reader; returns its tensors by name."""
     try:
+        file.open("rb").close()  # the reader calls any file that cannot be opened a missing one
         with safe_open(file, framework="numpy") as f:
             views = {name: f.get_slice(name) for name in f.keys()}  # noqa: SIM118 (not a dict)
             found = [

@@ -42,7 +42,7 @@ def missing(checkpoint: Checkpoint) -> str:
     from .families.native import NativeFamily
 
     family = family_class(checkpoint.config["model_type"])
-    count = family.count(checkpoint.text_config) if issubclass(family, NativeFamily) else 0
+    count = family.count(checkpoint) if issubclass(family, NativeFamily) else 0
     if not count:
         return ""
     return (

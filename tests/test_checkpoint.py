@@ -178,3 +178,12 @@ def test_all_shards_missing(tmp_path: Path) -> None:
         file.unlink()
     with pytest.raises(ModelFileError, match=r"model-00001-of-00002\.safetensors is missing"):
         load(path)
+
+
+def test_weights_that_cannot_be_opened_are_not_called_missing(tmp_path: Path) -> None:
+    """A folder in their place; the same for files without permission, but for root."""
+    path = tiny.write_directory(tmp_path / "d")
+    (path / "model.safetensors").unlink()
+    (path / "model.safetensors").mkdir()
+    with pytest.raises(ModelFileError, match=r"model\.safetensors: cannot be read \(.*directory"):
+        load(path)
