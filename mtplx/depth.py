@@ -41,9 +41,9 @@ class Costs:
     """What a round costs, in any unit: only ratios matter.
 
     forward: a round that verifies 1, 2, ... rows, but for making the drafts; beyond its end, on
-    along the line from the first to the last.  draft: one step of the head, its law and the draw; 0 without a head.
-    start: what the first draft of a round costs more: committed rows to feed, and the head's
-    weights, which the trunk's have driven out of the caches.
+    along the line from the first to the last.  draft: one step of the head, its law and the draw; 0
+    without a head.  start: what the first draft of a round costs more: committed rows to feed, and
+    the head's weights, which the trunk's have driven out of the caches.
     """
 
     forward: tuple[float, ...]

@@ -464,7 +464,8 @@ def test_ids_in_another_order_are_the_same_tokens(tmp_path, weights):
     """A rearranged copy of the trunk agrees with it in everything: all its drafts are kept."""
     plain_folder = write(tmp_path / "a", resized(weights, 271))
     trunk, other = (
-        mtplx.load(f, weights="float32") for f in (plain_folder, rearranged(tmp_path / "b", resized(weights, 271)))
+        mtplx.load(f, weights="float32")
+        for f in (plain_folder, rearranged(tmp_path / "b", resized(weights, 271)))
     )
     plain, drafted = texts(trunk, other, COLD, depth=3)
     assert drafted.token_ids == plain.token_ids
