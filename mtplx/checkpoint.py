@@ -263,7 +263,7 @@ def _weight_map(index: Path) -> dict[str, str]:
     if not isinstance(mapping, dict) or not all(isinstance(v, str) for v in mapping.values()):
         raise ModelFileError(f"{index}: has no weight_map of names to files", path=index)
     for shard in mapping.values():
-        if Path(shard).name != shard:
+        if not shard or Path(shard).name != shard:
             raise ModelFileError(f"{index}: {shard!r} is not the name of a file", path=index)
     return mapping
 
