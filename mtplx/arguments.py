@@ -25,13 +25,15 @@ Model = Annotated[
 Blas = Annotated[Choice, typer.Option(help="BLAS for a Linux CPU; auto is the fastest there.")]
 Weights = Annotated[
     WeightsForm,
-    typer.Option(help="packed: as stored; float32: dequantised; auto: float32 on a CPU."),
+    typer.Option(
+        help="packed: as stored; float32: dequantised; auto: float32 on a CPU without kernels."
+    ),
 ]
 Head = Annotated[
     str,
     typer.Option(
         metavar="auto|none|PATH",
-        help="A head's directory; auto: the one beside the model or shipped for it.",
+        help="A head's directory; auto: one beside the model, in it, or shipped for it.",
     ),
 ]
 AnyTrunk = Annotated[

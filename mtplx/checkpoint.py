@@ -241,6 +241,7 @@ def _weight_files(path: Path) -> tuple[Path, ...]:
 def read_safetensors(file: Path) -> list[tuple[str, StoredTensor]]:
     """Checks one file with the strict reader; returns its tensors by name."""
     try:
+        file.open("rb").close()  # the reader calls any file that cannot be opened a missing one
         with safe_open(file, framework="numpy") as f:
             views = {name: f.get_slice(name) for name in f.keys()}  # noqa: SIM118 (not a dict)
             found = [
@@ -261,6 +262,9 @@ def _weight_map(index: Path) -> dict[str, str]:
     mapping = read_json(index).get("weight_map")
     if not isinstance(mapping, dict) or not all(isinstance(v, str) for v in mapping.values()):
         raise ModelFileError(f"{index}: has no weight_map of names to files", path=index)
+    for shard in mapping.values():
+        if not shard or Path(shard).name != shard:
+            raise ModelFileError(f"{index}: {shard!r} is not the name of a file", path=index)
     return mapping
 
 

@@ -174,9 +174,11 @@ def summarise(result: Generation) -> None:
 
 
 def print_costs(costs: Costs, rows: Sequence[int], path: Path) -> None:
-    """What a forward of so many rows and their laws costs, and a step of the head."""
+    """What a round over so many rows costs, but for its drafts, and a step of the head."""
     relative = costs.relative()
-    pairs = [(f"forward, rows: {n}", costs.forward[n - 1], relative.forward[n - 1]) for n in rows]
+    pairs = [
+        (f"a round over {n} rows", costs.forward[n - 1], relative.forward[n - 1]) for n in rows
+    ]
     if costs.draft:
         pairs.append(("a draft of the head", costs.draft, relative.draft))
         pairs.append(("a round's first one, besides", costs.start, relative.start))

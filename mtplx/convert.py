@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from . import fetch, head_file, native_head
+from . import fetch, head_file, native_head, tokenizer
 from .blas import activate
 from .checkpoint import BITS, HEAD_CONFIG, SIDECAR, Checkpoint, read_checkpoint
 from .errors import ModelError, RequestError
@@ -75,6 +75,7 @@ def convert(
         raise RequestError(f"{path}: a directory with safetensors weights is converted, no .gguf")
     checkpoint = read_checkpoint(path)
     check_supported(checkpoint)
+    tokenizer.from_directory(path, checkpoint.config)  # without one, load would refuse the result
     trunk, config = build_trunk(checkpoint)
     head, note = native_head.read(trunk, checkpoint, float32=False)
     for part in (trunk, head):

@@ -22,18 +22,21 @@ from mlx.utils import tree_flatten
 from . import __version__, native
 from .cpu_layers import is_fused
 from .depth import DEFAULT_COSTS, KERNEL_COSTS, Costs
-from .drafters import MTPDrafter, Proposal
+from .drafters import MTPDrafter, NoDrafter, Proposal
+from .engine import Engine
 from .environment import machine
 from .errors import MtplxError
 from .families import family_of
 from .fetch import cache_dir
 from .load import Bundle
+from .metrics import Stats
 from .mtp_patch import AttachedHead
 from .provenance import replacing
 from .rng import Draws
 from .sampler_config import SamplerConfig
-from .sequence import History
+from .sequence import History, Sequence
 from .state import State
+from .text import TextOutput
 
 ROWS = (*range(1, 10), 13)
 PASSES = 40
@@ -48,20 +51,21 @@ _FIELDS = {"key", "forward", "draft", "start"}
 
 
 def measure(bundle: Bundle, progress: Callable[[], None] = lambda: None) -> Costs:
-    """Seconds of a forward by its rows and of a step of the head: medians, all taken in turn.
+    """Seconds of a round by the rows it verifies and of a step of the head: medians, in turn.
 
     progress: called before each of ``PASSES`` passes; the first one warms up.
     """
     ids = _context(bundle)
-    timed = _forwards(bundle, ids)
+    timed = [_rounds(bundle, ids), *_forwards(bundle, ids)]
     timed += [] if bundle.attached is None else _drafting(bundle.attached, ids)
     seconds: list[list[float]] = [[] for _ in timed]
     for _ in range(PASSES):
         progress()
         for call, column in zip(timed, seconds, strict=True):
             column.append(call())
-    found = [median(column[1:]) for column in seconds]
-    forward = np.interp(range(1, ROWS[-1] + 1), ROWS, found[: len(ROWS)])
+    around, *found = [median(column[1:]) for column in seconds]
+    around = max(around - found[0], 0.0)  # what a round takes besides forward and laws
+    forward = np.interp(range(1, ROWS[-1] + 1), ROWS, found[: len(ROWS)]) + around
     if bundle.attached is None:
         return Costs(tuple(forward.tolist()))
     one, several = found[len(ROWS) :]
@@ -78,6 +82,27 @@ def _context(bundle: Bundle) -> list[int]:
     most = config.get("max_position_embeddings", inner.get("max_position_embeddings"))
     length = min(_CONTEXT + ROWS[-1], most or _CONTEXT + ROWS[-1])
     return (bundle.tokenizer.encode(_TEXT) * length)[:length]
+
+
+def _rounds(bundle: Bundle, ids: list[int]) -> Callable[[], float]:
+    """Times a whole round without drafts; each goes on where the one before it ended."""
+    start = ids[: max(2, len(ids) - ROWS[-1] - PASSES)]
+    head, drafter = bundle.attached, NoDrafter()
+    state = State(family_of(bundle.trunk) if head is None else head.family)
+    sequence = Sequence(
+        tokens=list(start), prompt_length=len(start), max_tokens=PASSES + 1, state=state,
+        drafter=drafter, history=History(SamplerConfig(), start), draws=Draws(0), rule="block",
+        depth=0, eos_ids=frozenset(), output=TextOutput(bundle.tokenizer.detokenizer(), ()),
+        stats=Stats(drafter.name, "block", 0),
+    )  # fmt: skip
+    engine = Engine(0)  # it drafts nothing
+
+    def timed() -> float:
+        begin = perf_counter()
+        engine.step([sequence])
+        return perf_counter() - begin
+
+    return timed
 
 
 def _forwards(bundle: Bundle, ids: list[int]) -> list[Callable[[], float]]:
@@ -148,8 +173,10 @@ def in_force(bundle: Bundle, draft_model: Bundle | None = None) -> tuple[Costs, 
 
 
 def _nbytes(bundle: Bundle) -> int:
+    """Of a trunk's weights, those that the CPU kernels hold among them."""
     parameters: dict[str, Any] = dict(tree_flatten(bundle.trunk.parameters()))
-    return sum(value.nbytes for value in parameters.values())
+    packed = [m.matrix.nbytes for m in bundle.trunk.modules() if hasattr(m, "matrix")]
+    return sum(value.nbytes for value in parameters.values()) + sum(packed)
 
 
 def stored(bundle: Bundle) -> Costs | None:

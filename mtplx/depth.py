@@ -40,10 +40,10 @@ HEAD_LIMIT, COPY_LIMIT = 8, 12
 class Costs:
     """What a round costs, in any unit: only ratios matter.
 
-    forward: the trunk over 1, 2, ... rows and their laws; beyond its end, on along the line from
-    the first to the last.  draft: one step of the head, its law and the draw; 0 without a head.
-    start: what the first draft of a round costs more: committed rows to feed, and the head's
-    weights, which the trunk's have driven out of the caches.
+    forward: a round that verifies 1, 2, ... rows, but for making the drafts; beyond its end, on
+    along the line from the first to the last.  draft: one step of the head, its law and the draw; 0
+    without a head.  start: what the first draft of a round costs more: committed rows to feed, and
+    the head's weights, which the trunk's have driven out of the caches.
     """
 
     forward: tuple[float, ...]
@@ -59,7 +59,7 @@ class Costs:
                 raise ValueError(f"the cost of a draft is a number >= 0, not {cost}")
 
     def relative(self) -> Costs:
-        """The same in units of a forward over one row, to four decimals."""
+        """The same in units of a round without drafts, to four decimals."""
         forward, *rest = self.forward, self.draft, self.start
         one = forward[0]
         return Costs(tuple(round(c / one, 4) for c in forward), *(round(c / one, 4) for c in rest))
@@ -82,7 +82,7 @@ DEFAULT_COSTS = Costs(
 )
 # The same model, machine and head on the CPU kernels, where each row more is arithmetic.
 KERNEL_COSTS = Costs(
-    (1.0, 1.16, 1.42, 1.63, 1.99, 2.31, 2.72, 3.0, 3.44, 3.78, 4.12, 4.46, 4.8), 0.07, 0.08
+    (1.0, 1.17, 1.43, 1.66, 1.96, 2.32, 2.65, 2.94, 3.36, 3.68, 4.0, 4.33, 4.65), 0.075, 0.08
 )
 
 
@@ -140,15 +140,16 @@ class AdaptiveDepth:
     """
 
     def __init__(self, costs: Costs, limit: int = HEAD_LIMIT):
-        self.costs = costs
         self.limit = limit
         self.rounds = 0
+        self._spent = [costs.drafting(drafts) for drafts in range(limit + 1)]
+        self._outlook: tuple[list[float], float] | None = None  # for the round that is to come
         self._positions = Acceptance(POSITIONS)
         self._cells = [Acceptance(len(EDGES) + 1) for _ in range(POSITIONS)]
 
     def best(self, limit: int) -> Choice:
         """What the averages by position promise for at most ``limit`` drafts."""
-        return best(self._averages()[:limit], self.costs.drafting)
+        return best(self._averages()[:limit], self._spent.__getitem__)
 
     def more(self, confidences: Sequence[float]) -> bool:
         """Whether to draft one more token.
@@ -168,6 +169,7 @@ class AdaptiveDepth:
         Drafts behind the first rejection have not been judged and are not counted.
         """
         self.rounds += 1
+        self._outlook = None
         if confidences:  # else the little that rare probes tell would be forgotten between them
             for counts in (self._positions, *self._cells):
                 counts.fade()
@@ -177,15 +179,18 @@ class AdaptiveDepth:
 
     def _pays(self, confidences: Sequence[float]) -> bool:
         """Whether some number of further drafts brings more than its cost at the best rate."""
-        averages, placed = self._averages(), len(confidences)
-        rate, spent = best(averages, self.costs.drafting).rate, self.costs.drafting(placed)
+        if self._outlook is None:
+            averages = self._averages()
+            self._outlook = averages, best(averages, self._spent.__getitem__).rate
+        averages, rate = self._outlook
+        placed = len(confidences)
         survival, gain = 1.0, 0.0
         for i, confidence in enumerate(confidences):
             survival *= self._cells[_place(i)].rate(bisect(EDGES, confidence), averages[i])
         for i in range(placed, self.limit):
             survival *= averages[i]
             gain += survival
-            if gain > rate * (self.costs.drafting(i + 1) - spent):
+            if gain > rate * (self._spent[i + 1] - self._spent[placed]):
                 return True
         return False
 

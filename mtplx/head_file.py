@@ -113,6 +113,11 @@ _IS_RIGHT: dict[str, Callable[[Any], bool]] = {
 def read_config(folder: Path) -> HeadConfig:
     """The configuration of the head in a directory; ``ModelFileError`` naming what is wrong."""
     file = folder / CONFIG
+    if folder.is_dir() and not file.exists():
+        raise ModelFileError(
+            f"{file} is missing: this is not the directory of a head that mtplx trained (one that a"
+            " model carries is used with that model, without being named)", path=file,
+        )  # fmt: skip
     config = read_json(file)
     version = config.pop("format", None)
     if version != FORMAT or type(version) is not int:

@@ -239,18 +239,27 @@ def build_trunk(checkpoint: Checkpoint) -> tuple[nn.Module, dict[str, Any]]:
 
     Raises ``ModelError``, and ``ModelFileError`` naming the tensor that does not fit.
     """
+    import mlx.core as mx
+    from mlx_lm.models.cache import make_prompt_cache
     from mlx_lm.utils import load_model
 
+    path = checkpoint.path
     try:
         model, config = load_model(
-            checkpoint.path, lazy=True, get_model_classes=partial(_checked_classes, checkpoint)
+            path, lazy=True, get_model_classes=partial(_checked_classes, checkpoint)
         )
+        # Traced and not computed: shows what config.json says that no layer can run with.
+        model(mx.zeros((1, 1), mx.int32), cache=make_prompt_cache(model))
     except ModelError:
         raise
     except Exception as e:  # model classes fail in any way on a configuration that is not theirs
+        if isinstance(e, KeyError) and "." in str(e):  # mlx-lm took a tensor for granted
+            what = f"{path}: tensor {e} is missing"
+            raise ModelFileError(what, path=path, tensor=e.args[0]) from None
+        why = f"{type(e).__name__}: {str(e).partition(chr(10))[0]}"
         raise ModelFileError(
-            f"{checkpoint.path}: {checkpoint.config['model_type']} model cannot be built from its "
-            f"config.json and weights ({type(e).__name__}: {e})", path=checkpoint.path,
+            f"{path}: {checkpoint.config['model_type']} model cannot be built from its config.json"
+            f" and weights ({why})", path=path,
         ) from e  # fmt: skip
     del model.load_weights, model.sanitize  # the checks set by _checked_classes
     return model, config

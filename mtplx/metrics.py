@@ -31,7 +31,7 @@ class Stats:
     the tokens that these emitted.
     head_drafted, head_kept: rounds in which the MTP head drafted, and in which its first draft was
     kept.
-    costs: what depths were chosen by, in forwards over one row, and where that is from; with the
+    costs: what depths were chosen by, in rounds without drafts, and where that is from; with the
     same costs and seed a run repeats. None where the depth is fixed.
     """
 

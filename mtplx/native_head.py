@@ -2,38 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from .checkpoint import Checkpoint
-from .errors import ModelError, ModelFileError
+from .errors import ModelFileError
 
 if TYPE_CHECKING:
     from .families.head import MTPChain
 
 
-@contextmanager
-def _fitting(checkpoint: Checkpoint) -> Iterator[None]:
-    """Families, like the classes they use, fail in any way on what is not theirs."""
-    try:
-        yield
-    except ModelError:
-        raise
-    except Exception as e:
-        what = f"{checkpoint.path}: its MTP head cannot be built ({type(e).__name__}: {e})"
-        raise ModelFileError(what, path=checkpoint.path) from e
-
-
 def claims(checkpoint: Checkpoint) -> dict[str, str]:
     """Stored name -> name in an ``MTPChain``, of the head's tensors; empty where there is none."""
     from .families import family_class
-    from .families.native import NativeFamily
+    from .families.native import NativeFamily, fitting
 
     family = family_class(checkpoint.config["model_type"])
     if not issubclass(family, NativeFamily):
         return {}
-    with _fitting(checkpoint):
+    with fitting(checkpoint):
         names = (*checkpoint.tensors, *checkpoint.sidecar)
         places = {name: family.place(name, checkpoint.text_config) for name in names}
     return {name: place for name, place in places.items() if place is not None}
@@ -45,7 +31,7 @@ def missing(checkpoint: Checkpoint) -> str:
     from .families.native import NativeFamily
 
     family = family_class(checkpoint.config["model_type"])
-    count = family.count(checkpoint.text_config) if issubclass(family, NativeFamily) else 0
+    count = family.count(checkpoint) if issubclass(family, NativeFamily) else 0
     if not count:
         return ""
     return (
@@ -66,7 +52,7 @@ def read(
     import mlx.core as mx
 
     from .families import family_of
-    from .families.native import NativeFamily, read_chain
+    from .families.native import NativeFamily, fitting, read_chain
     from .families.tensors import check_formats
     from .precision import to_float32
 
@@ -86,7 +72,7 @@ def read(
     for file in sorted({tensor.file for tensor in headers.values()}):
         arrays: Any = mx.load(str(file))
         stored |= {name: value for name, value in arrays.items() if name in found}
-    with _fitting(checkpoint):
+    with fitting(checkpoint):
         chain = read_chain(family, stored, checkpoint, values=values)
     if float32:
         to_float32(chain)

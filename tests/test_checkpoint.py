@@ -138,6 +138,16 @@ def test_missing_extra_and_misshapen_tensors(
     assert e.value.path == where
 
 
+@pytest.mark.parametrize("name", ["../other/model.safetensors", "/model.safetensors", ""])
+def test_an_index_names_files_of_its_own_directory(tmp_path: Path, name: str) -> None:
+    path = tiny.write_directory(tmp_path / "m", shards=2)
+    table = json.loads((path / checkpoint.INDEX).read_text())
+    table["weight_map"]["ghost"] = name
+    (path / checkpoint.INDEX).write_text(json.dumps(table))
+    with pytest.raises(ModelFileError, match="not the name of a file"):
+        load(path)
+
+
 def test_shards(tmp_path: Path) -> None:
     path = tiny.write_directory(tmp_path / "d", shards=3)
     middle = path / "model-00002-of-00003.safetensors"
@@ -177,4 +187,13 @@ def test_all_shards_missing(tmp_path: Path) -> None:
     for file in path.glob("model-*.safetensors"):
         file.unlink()
     with pytest.raises(ModelFileError, match=r"model-00001-of-00002\.safetensors is missing"):
+        load(path)
+
+
+def test_weights_that_cannot_be_opened_are_not_called_missing(tmp_path: Path) -> None:
+    """A folder in their place; the same for files without permission, but for root."""
+    path = tiny.write_directory(tmp_path / "d")
+    (path / "model.safetensors").unlink()
+    (path / "model.safetensors").mkdir()
+    with pytest.raises(ModelFileError, match=r"model\.safetensors: cannot be read \(.*directory"):
         load(path)

@@ -224,7 +224,7 @@ def test_tune_stores_what_generate_then_uses(model, tmp_path):
     costs = json.loads(run(*args, env=env).stdout)["stats"]["costs"]
     assert costs == {"from": "tuned", **{n: found[n] for n in ("forward", "draft", "start")}}
     table = run("tune", "-m", model, env=env).stdout.decode()
-    for word in ("forward, rows: 13", "ms", "against 1 row", "costs.json"):
+    for word in ("a round over 13 rows", "ms", "against 1 row", "costs.json"):
         assert word in table
     (tmp_path / "costs.json").write_text("{")
     text = run(*args[:-1], env=env)

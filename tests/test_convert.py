@@ -347,3 +347,11 @@ def test_a_known_name_is_no_directory(tmp_path, monkeypatch):
     monkeypatch.setattr(fetch, "resolve", lambda model: Path(tmp_path / "x.gguf"))
     with pytest.raises(RequestError, match="directory"):
         convert("smollm2-135m-instruct", tmp_path / "out")
+
+
+def test_a_model_without_a_tokenizer_is_refused_before_anything_is_written(tmp_path):
+    source = CASE.write(tmp_path / "source")
+    (source / "tokenizer.json").unlink()
+    with pytest.raises(ModelFileError, match=r"tokenizer\.json is missing"):
+        convert(source, tmp_path / "out")
+    assert {path.name for path in tmp_path.iterdir()} == {"source"}

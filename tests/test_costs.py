@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from time import sleep
 
 import heads
 import pytest
@@ -15,6 +16,7 @@ import mtplx.console
 from mtplx import costs, native
 from mtplx.cpu_layers import is_fused
 from mtplx.depth import DEFAULT_COSTS, KERNEL_COSTS, Costs
+from mtplx.engine import Engine
 from mtplx.errors import MtplxError
 
 SOME = Costs((0.01, 0.012, 0.014), 0.001, 0.002)
@@ -53,6 +55,20 @@ def test_measuring_leaves_nothing_out(bare, form, monkeypatch):
 def test_a_model_without_a_head_has_no_cost_of_a_draft(bare, monkeypatch):
     monkeypatch.setattr(costs, "PASSES", 2)
     assert costs.measure(bare).draft == 0
+
+
+def test_a_round_costs_what_is_around_its_forward_too(bare, monkeypatch):
+    slow, step = 0.02, Engine.step
+
+    def waiting(engine, sequences):
+        sleep(slow)
+        step(engine, sequences)
+
+    monkeypatch.setattr(costs, "PASSES", 5)
+    monkeypatch.setattr(Engine, "step", waiting)
+    found = costs.measure(bare).forward
+    assert min(found) > slow
+    assert found[-1] < found[0] + slow, "once a round, not once a row"
 
 
 @pytest.mark.parametrize("context", [64, None])
@@ -150,3 +166,12 @@ def test_a_run_says_by_which_costs_it_chose(headed, file):
     json.dumps(stats.to_dict())
     assert mtplx.generate(headed, [5, 6], depth=2, **options).stats.costs is None
     assert mtplx.generate(headed, [5, 6], draft="none", **options).stats.costs is None
+
+
+@pytest.mark.skipif(native.status().native is None, reason="the CPU kernels are not built")
+def test_weights_that_the_kernels_hold_are_counted(bare, tmp_path):
+    """Float32 both times; the kernels x."""
+    folder = tiny.write_directory(tmp_path, num_key_value_heads=4)
+    sizes = [costs._nbytes(mtplx.load(folder, weights=form)) for form in ("auto", "float32")]
+    assert is_fused(mtplx.load(folder).trunk)
+    assert sizes[0] == pytest.approx(sizes[1], rel=0.02)

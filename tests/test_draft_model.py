@@ -103,7 +103,7 @@ def trunk_folder(tmp_path_factory, weights):
 
 @pytest.fixture(scope="module")
 def bundle(trunk_folder):
-    return mtplx.load(trunk_folder)
+    return mtplx.load(trunk_folder, weights="float32")
 
 
 @pytest.fixture(scope="module")
@@ -113,7 +113,7 @@ def small_folder(tmp_path_factory, weights):
 
 @pytest.fixture(scope="module")
 def small(small_folder):
-    return mtplx.load(small_folder)
+    return mtplx.load(small_folder, weights="float32")
 
 
 def texts(bundle, small, sampling, seed=1, tokens=24, **how):
@@ -441,7 +441,7 @@ def test_logits_that_are_not_finite_name_the_draft_model():
 @pytest.mark.parametrize("vocab", [271, 300, 400])
 def test_padding_may_differ(bundle, weights, vocab, tmp_path):
     folder = write(tmp_path, resized(first_layer(weights), vocab))
-    padded, seen, drafted_ids = mtplx.load(folder), Counter(), set()
+    padded, seen, drafted_ids = mtplx.load(folder, weights="float32"), Counter(), set()
     for sampling in SAMPLINGS:
         plain, drafted = texts(bundle, padded, sampling, depth=3, tokens=40)
         assert drafted.token_ids == plain.token_ids
@@ -464,7 +464,8 @@ def test_ids_in_another_order_are_the_same_tokens(tmp_path, weights):
     """A rearranged copy of the trunk agrees with it in everything: all its drafts are kept."""
     plain_folder = write(tmp_path / "a", resized(weights, 271))
     trunk, other = (
-        mtplx.load(f) for f in (plain_folder, rearranged(tmp_path / "b", resized(weights, 271)))
+        mtplx.load(f, weights="float32")
+        for f in (plain_folder, rearranged(tmp_path / "b", resized(weights, 271)))
     )
     plain, drafted = texts(trunk, other, COLD, depth=3)
     assert drafted.token_ids == plain.token_ids
@@ -474,7 +475,7 @@ def test_ids_in_another_order_are_the_same_tokens(tmp_path, weights):
 def test_tokens_that_only_one_has_are_never_drafted(tmp_path, bundle, weights):
     dropped = ("Ġthe", "x", "Ġand")
     folder = rearranged(tmp_path, resized(weights, 271), drop=dropped, extra=("Ġtheon", "xx"))
-    other, drafted_ids = mtplx.load(folder), set()
+    other, drafted_ids = mtplx.load(folder, weights="float32"), set()
     for sampling in SAMPLINGS:
         plain, drafted = texts(bundle, other, sampling, depth=3)
         assert drafted.token_ids == plain.token_ids

@@ -12,6 +12,7 @@ from mlx_lm.models.cache import CacheList
 import mtplx
 from mtplx.drafters import MTPDrafter, Proposal
 from mtplx.errors import ModelFileError
+from mtplx.inspection import inspect
 from mtplx.sequence import History
 from mtplx.state import State
 
@@ -235,3 +236,24 @@ def test_a_checkpoint_without_its_heads_tensors_drafts_from_n_grams_and_says_so(
     told = case.text_config.keys() & {"num_nextn_predict_layers", "mtp_num_hidden_layers"}
     assert bool(bundle.head_note) == bool(told)
     assert mtplx.generate(bundle, PROMPT, max_tokens=4).stats.tokens >= 1
+
+
+@pytest.mark.parametrize("told", [-1, 99, 10**30, 1.5, True, "one", [1], float("nan")], ids=repr)
+@pytest.mark.parametrize("stored", [True, False])
+def test_a_count_that_can_be_none_is_an_error_that_names_it(told, stored, tmp_path):
+    """So many heads would be built: 10**30 of them fill the memory."""
+    case = CASES["glm4_moe"]
+    weights = {n: w for n, w in case.weights().items() if stored or not case.is_head(n)}
+    path = case.write(tmp_path, weights, num_nextn_predict_layers=told)
+    with pytest.raises(ModelFileError, match=r"_layers is .*, not a number of MTP heads"):
+        mtplx.load(path, weights="float32")
+    assert inspect(path).verdict == "broken"
+    assert mtplx.load(path, weights="float32", head="none").head is None
+
+
+def test_more_heads_than_a_family_can_have_are_an_error_that_names_the_count(tmp_path):
+    case = CASES["qwen3_5"]
+    text = dict(case.text_config) | {"mtp_num_hidden_layers": 2}
+    path = case.write(tmp_path, text_config=text)
+    with pytest.raises(ModelFileError, match="mtp_num_hidden_layers is 2, more MTP heads than"):
+        mtplx.load(path, weights="float32")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import struct
 
 import heads
@@ -262,3 +263,22 @@ def test_generate_says_why_there_is_no_head(draft, tmp_path):
     found = run("generate", "a", "-m", path, "-n", "4", "--draft", draft)
     assert found.exit_code == 0, found.stderr
     assert found.stderr.count("tells of 1 MTP head") == (draft == "auto")
+
+
+@pytest.mark.parametrize(
+    ("lie", "words"),
+    [({"num_experts_per_tok": 99}, "kth 98"), ({"rope_theta": "x"}, r"rope\(\): incompatible")],
+)
+def test_a_configuration_that_no_layer_can_run_with_is_broken(lie, words, tmp_path, unread):
+    found = inspect(CASES["glm4_moe"].write(tmp_path, **lie))
+    assert found.verdict == "broken"
+    assert re.search(words, found.why)
+    assert "\n" not in found.why
+
+
+def test_a_tensor_that_mlx_lm_takes_for_granted_is_named(tmp_path):
+    case, name = CASES["glm4_moe"], "model.layers.1.mlp.experts.3.up_proj.weight"
+    path = case.write(tmp_path, {n: w for n, w in case.weights().items() if n != name})
+    found = inspect(path)
+    assert (found.verdict, found.broken_tensor) == ("broken", name)
+    assert found.why == f"{path}: tensor '{name}' is missing"

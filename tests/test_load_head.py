@@ -119,6 +119,8 @@ def test_heads_that_are_none(tmp_path: Path) -> None:
     for path in (tmp_path / "nowhere", str(tmp_path)):
         with pytest.raises(ModelFileError, match=r"mtp_config\.json is missing"):
             load(tmp_path / "no-model", head=path)
+    with pytest.raises(ModelFileError, match="not the directory of a head that mtplx trained"):
+        load(model, head=model)
 
 
 def test_a_shipped_head(model: Path, tmp_path: Path, hashed: list[str]) -> None:

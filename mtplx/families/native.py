@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import re
 from abc import abstractmethod
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import mlx.core as mx
@@ -73,15 +74,18 @@ class NativeFamily(TrunkFamily):
     # --- what follows from it ---
 
     @classmethod
-    def count(cls, config: Mapping[str, Any]) -> int:
+    def count(cls, checkpoint: Checkpoint) -> int:
         """How many heads the configuration tells of; 0 if it does not say.
 
-        Raises ``ModelError`` for what is no such number.
+        Raises ``ModelFileError`` for what is no such number: so many are then built.
         """
-        count = config.get(cls.count_key) or 0
-        if type(count) is not int or not 0 <= count <= MOST_HEADS:
-            raise ModelError(f"config.json: {cls.count_key} is {count!r}, at most {MOST_HEADS}")
-        return count
+        value, file = checkpoint.text_config.get(cls.count_key), checkpoint.path / "config.json"
+        if value is not None and (type(value) is not int or not 0 <= value <= MOST_HEADS):
+            raise ModelFileError(
+                f"{file}: {cls.count_key} is {value!r}, not a number of MTP heads up to"
+                f" {MOST_HEADS}", path=file,
+            )  # fmt: skip
+        return value or 0
 
     @classmethod
     def place(cls, name: str, config: Mapping[str, Any]) -> str | None:
@@ -123,6 +127,18 @@ class NativeFamily(TrunkFamily):
         return out
 
 
+@contextmanager
+def fitting(checkpoint: Checkpoint) -> Iterator[None]:
+    """Families, like the classes they use, fail in any way on what is not theirs."""
+    try:
+        yield
+    except ModelError:
+        raise
+    except Exception as e:
+        what = f"{checkpoint.path}: its MTP head cannot be built ({type(e).__name__}: {e})"
+        raise ModelFileError(what, path=checkpoint.path) from e
+
+
 def read_chain(
     family: NativeFamily, stored: Weights, checkpoint: Checkpoint, *, values: bool = True
 ) -> MTPChain:
@@ -157,9 +173,8 @@ def read_chain(
         raise ModelFileError(
             f"{checkpoint.path}: tensor {name!r} {e.args[1]}", path=checkpoint.path, tensor=name
         ) from None
-    chain = MTPChain(
-        [family.new_head(i, _names_of(i, weights)) for i in range(_count(family, weights, config))]
-    )
+    count = _count(family, weights, checkpoint)
+    chain = MTPChain([family.new_head(i, _names_of(i, weights)) for i in range(count)])
     _quantise(chain, weights, checkpoint, family)
     load_strictly(
         chain, list(weights.items()), checkpoint=checkpoint,
@@ -169,9 +184,16 @@ def read_chain(
     return chain
 
 
-def _count(family: NativeFamily, weights: Weights, config: Mapping[str, Any]) -> int:
+def _count(family: NativeFamily, weights: Weights, checkpoint: Checkpoint) -> int:
     numbers = {int(name.split(".")[1]) for name in weights if name.startswith("heads.")}
-    return family.count(config) or max(numbers, default=0) + 1
+    told, places = family.count(checkpoint), family.table(checkpoint.text_config)
+    if told and not any(own.startswith(f"heads.{told - 1}.") for _, own in places):
+        file = checkpoint.path / "config.json"
+        raise ModelFileError(
+            f"{file}: {family.count_key} is {told}, more MTP heads than are known of a"
+            f" {checkpoint.config['model_type']} model", path=file,
+        )  # fmt: skip
+    return told or max(numbers, default=0) + 1
 
 
 def _names_of(index: int, weights: Weights) -> list[str]:
