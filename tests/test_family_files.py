@@ -134,9 +134,10 @@ def test_a_head_whose_norms_were_converted(case, bundles, tmp_path, sidecar):  #
 
 
 @QWEN
-def test_a_raw_head_under_the_language_models_prefix(case, bundles, tmp_path):  # noqa: F811
+@pytest.mark.parametrize("prefix", ["language_model.", "model.language_model."])
+def test_a_raw_head_under_the_language_models_prefix(case, bundles, tmp_path, prefix):  # noqa: F811
     trunk, head = parted(case)
-    head = {f"language_model.{name}": value for name, value in head.items()}
+    head = {prefix + name: value for name, value in head.items()}
     files = {"model.safetensors": trunk, "mtp.safetensors": head}
     assert_same_head(write(case, tmp_path / "m", files), bundles(case))
 

@@ -90,7 +90,10 @@ class NativeFamily(TrunkFamily):
     @classmethod
     def place(cls, name: str, config: Mapping[str, Any]) -> str | None:
         """The name in an ``MTPChain`` of a stored tensor; None for one of the trunk's."""
-        name = _WRAPPER.sub(lambda found: "model." if found[1] or found[2] else "", name)
+        short = _WRAPPER.sub(lambda found: "model." if found[1] or found[2] else "", name)
+        # Beside the language model's layers, a head's names stand without "model.".
+        wrapped = short != name and short.startswith("model.mtp.")
+        name = short.removeprefix("model.") if wrapped else short
         for stored, own in cls.table(config):
             if name.startswith(stored):
                 return own + name[len(stored) :]

@@ -14,7 +14,7 @@ import mlx.nn as nn
 
 from ..errors import ModelError
 from .head import MTPHead
-from .native import MOST_HEADS, NativeFamily
+from .native import MOST_HEADS, SHARED, NativeFamily
 
 _PARTS = (
     ("enorm.", "enorm."),
@@ -37,12 +37,12 @@ class Step35Family(NativeFamily):
     @classmethod
     def table(cls, config: Mapping[str, Any]) -> Sequence[tuple[str, str]]:
         """See ``NativeFamily.table``."""
-        first = config["num_hidden_layers"]
-        return [
-            (f"model.layers.{first + i}.{stored}", f"heads.{i}.{own}")
-            for i in range(MOST_HEADS)
-            for stored, own in _PARTS
-        ]
+        rows, first = list[tuple[str, str]](), config["num_hidden_layers"]
+        for i in range(MOST_HEADS):
+            stem = f"model.layers.{first + i}."
+            rows.append((f"{stem}embed_tokens.", f"{SHARED}heads.{i}.embedding."))  # as vLLM has it
+            rows += [(stem + stored, f"heads.{i}.{own}") for stored, own in _PARTS]
+        return rows
 
     def new_block(self, index: int) -> Any:
         """See ``NativeFamily.new_block``; ``ModelError`` if layer N + index is not described."""
