@@ -91,12 +91,12 @@ class NativeFamily(TrunkFamily):
     def place(cls, name: str, config: Mapping[str, Any]) -> str | None:
         """The name in an ``MTPChain`` of a stored tensor; None for one of the trunk's."""
         short = _WRAPPER.sub(lambda found: "model." if found[1] or found[2] else "", name)
-        # Beside the language model's layers, a head's names stand without "model.".
-        wrapped = short != name and short.startswith("model.mtp.")
-        name = short.removeprefix("model.") if wrapped else short
-        for stored, own in cls.table(config):
-            if name.startswith(stored):
-                return own + name[len(stored) :]
+        # Beside a language model's layers, a head's names may stand without "model.".
+        beside = [] if short == name else [short.removeprefix("model.")]
+        for known in (short, *beside):
+            for stored, own in cls.table(config):
+                if known.startswith(stored):
+                    return own + known[len(stored) :]
         return None
 
     @classmethod
