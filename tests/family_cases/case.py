@@ -13,6 +13,16 @@ import tiny
 from safetensors.numpy import save_file
 
 Arrays = dict[str, np.ndarray]
+HIDDEN = 32  # numbers of a hidden state, in every case
+
+
+def swiglu(prefix: str, inner: int, experts: tuple[int, ...] = ()) -> dict[str, tuple[int, ...]]:
+    """Shapes of a gated projection, or of so many in one tensor each."""
+    return {
+        f"{prefix}.gate_proj.weight": (*experts, inner, HIDDEN),
+        f"{prefix}.up_proj.weight": (*experts, inner, HIDDEN),
+        f"{prefix}.down_proj.weight": (*experts, HIDDEN, inner),
+    }
 
 
 @dataclass(frozen=True)

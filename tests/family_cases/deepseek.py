@@ -6,7 +6,7 @@ from functools import partial
 
 from references import deepseek, glm4_moe
 
-from .case import Case
+from .case import Case, swiglu
 
 # Rows of every matrix can be packed in groups of 32, and q_b_proj has more than one block of fp8.
 D, V, HEADS, MLP, MOE, EXPERTS, LAYERS = 32, 320, 4, 64, 32, 8, 2
@@ -41,14 +41,6 @@ _GROUPED = {
 }  # fmt: skip
 
 
-def _swiglu(prefix, inner, experts=()):
-    return {
-        f"{prefix}.gate_proj.weight": (*experts, inner, D),
-        f"{prefix}.up_proj.weight": (*experts, inner, D),
-        f"{prefix}.down_proj.weight": (*experts, D, inner),
-    }
-
-
 def _latent(prefix, *, mlx, indexer):
     out = {
         f"{prefix}.q_a_proj.weight": (Q_RANK, D), f"{prefix}.q_a_layernorm.weight": (Q_RANK,),
@@ -81,11 +73,11 @@ def _grouped(prefix, *, mlx, indexer):
 def _experts(prefix, mlx):
     out = {f"{prefix}.gate.weight": (EXPERTS, D)}
     out[f"{prefix}.gate.e_score_correction_bias"] = (EXPERTS,)
-    out |= _swiglu(f"{prefix}.shared_experts", MOE)
+    out |= swiglu(f"{prefix}.shared_experts", MOE)
     if mlx:
-        return out | _swiglu(f"{prefix}.switch_mlp", MOE, (EXPERTS,))
+        return out | swiglu(f"{prefix}.switch_mlp", MOE, (EXPERTS,))
     for expert in range(EXPERTS):
-        out |= _swiglu(f"{prefix}.experts.{expert}", MOE)
+        out |= swiglu(f"{prefix}.experts.{expert}", MOE)
     return out
 
 
@@ -94,7 +86,7 @@ def _shapes(attention, *, mlx=False, indexer=False, heads=1, copies=True):
     for i in range(LAYERS + heads):
         at = f"model.layers.{i}"
         out |= attention(f"{at}.self_attn", mlx=mlx, indexer=indexer)
-        out |= _experts(f"{at}.mlp", mlx) if i else _swiglu(f"{at}.mlp", MLP)
+        out |= _experts(f"{at}.mlp", mlx) if i else swiglu(f"{at}.mlp", MLP)
         norms = ["input_layernorm", "post_attention_layernorm"]
         if i >= LAYERS:
             norms += ["enorm", "hnorm", "shared_head.norm"]

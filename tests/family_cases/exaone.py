@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from references import exaone
 
-from .case import Case
+from .case import Case, swiglu
 
 D, V, HEADS, KV, SIZE, MLP = 32, 320, 4, 2, 8, 64
 EXPERTS, MOE = 4, 32
@@ -21,13 +21,6 @@ _CONFIG = {
 }  # fmt: skip
 
 
-def _swiglu(prefix, inner):
-    return {
-        f"{prefix}.gate_proj.weight": (inner, D), f"{prefix}.up_proj.weight": (inner, D),
-        f"{prefix}.down_proj.weight": (D, inner),
-    }  # fmt: skip
-
-
 def _layer(at, moe):
     out = {f"{at}.{name}_layernorm.weight": (D,) for name in ("input", "post_attention")}
     for part, count in (("q", HEADS), ("k", KV), ("v", KV)):
@@ -35,12 +28,12 @@ def _layer(at, moe):
     out[f"{at}.self_attn.o_proj.weight"] = (D, HEADS * SIZE)
     out |= {f"{at}.self_attn.{part}_norm.weight": (SIZE,) for part in "qk"}
     if not moe:
-        return out | _swiglu(f"{at}.mlp", MLP)
+        return out | swiglu(f"{at}.mlp", MLP)
     out[f"{at}.mlp.gate.weight"] = (EXPERTS, D)
     out[f"{at}.mlp.e_score_correction_bias"] = (EXPERTS,)
     for expert in range(EXPERTS):
-        out |= _swiglu(f"{at}.mlp.experts.{expert}", MOE)
-    return out | _swiglu(f"{at}.mlp.shared_experts", MOE)
+        out |= swiglu(f"{at}.mlp.experts.{expert}", MOE)
+    return out | swiglu(f"{at}.mlp.shared_experts", MOE)
 
 
 def _case(name, config, moe):

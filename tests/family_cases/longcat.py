@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from references import longcat
 
-from .case import Case
+from .case import Case, swiglu
 
 D, V, HEADS, MLP, Q_RANK = 32, 320, 4, 64, 24
 ROPE, VALUE = 4, 8
@@ -19,13 +19,6 @@ _CONFIG = {
     "routed_scaling_factor": 6.0, "rms_norm_eps": 1e-5, "rope_theta": 1e7,
     "mla_scale_q_lora": True, "mla_scale_kv_lora": True, "attention_bias": False,
 }  # fmt: skip
-
-
-def _swiglu(prefix, inner):
-    return {
-        f"{prefix}.gate_proj.weight": (inner, D), f"{prefix}.up_proj.weight": (inner, D),
-        f"{prefix}.down_proj.weight": (D, inner),
-    }  # fmt: skip
 
 
 def _attention(at, rank, nope, joined=True):
@@ -47,11 +40,11 @@ def _layer(at, rank, nope):
     for i in range(2):
         norms = ("input_layernorm", "post_attention_layernorm")
         out |= {f"{at}.{name}.{i}.weight": (D,) for name in norms}
-        out |= _attention(f"{at}.self_attn.{i}", rank, nope) | _swiglu(f"{at}.mlps.{i}", MLP)
+        out |= _attention(f"{at}.self_attn.{i}", rank, nope) | swiglu(f"{at}.mlps.{i}", MLP)
     out[f"{at}.mlp.router.classifier.weight"] = (EXPERTS + NONE, D)
     out[f"{at}.mlp.router.e_score_correction_bias"] = (EXPERTS + NONE,)
     for expert in range(EXPERTS):
-        out |= _swiglu(f"{at}.mlp.experts.{expert}", MOE)
+        out |= swiglu(f"{at}.mlp.experts.{expert}", MOE)
     return out
 
 
@@ -64,7 +57,7 @@ def _shapes(own_embedding, joined, rank, nope):
     out |= {f"{at}.{name}.weight": (D,) for name in names}
     out |= {f"{at}.eh_proj.weight": (D, 2 * D), "model.mtp.norm.weight": (D,)}
     out |= _attention(f"{at}.self_attn", rank, nope, joined)
-    out |= _swiglu(f"{at}.transformer_layer.mlp", MLP)
+    out |= swiglu(f"{at}.transformer_layer.mlp", MLP)
     if own_embedding:
         out["model.mtp.embed_tokens.weight"] = (V, D)
     return out | {"lm_head.weight": (V, D)}

@@ -6,7 +6,7 @@ from functools import partial
 
 from references import mimo
 
-from .case import Case
+from .case import Case, swiglu
 
 D, V, HEADS, KV, MLP = 32, 320, 4, 2, 64
 EXPERTS, MOE = 4, 32
@@ -33,13 +33,6 @@ _V2 = {
 }  # fmt: skip
 
 
-def _swiglu(prefix, inner):
-    return {
-        f"{prefix}.gate_proj.weight": (inner, D), f"{prefix}.up_proj.weight": (inner, D),
-        f"{prefix}.down_proj.weight": (D, inner),
-    }  # fmt: skip
-
-
 def _norms(prefix, *names):
     return {f"{prefix}.{name}.weight": (D,) for name in names}
 
@@ -62,7 +55,7 @@ def _mimo_layer(at):
     size = D // HEADS
     out = _norms(at, "input_layernorm", "post_attention_layernorm")
     out |= _attention(f"{at}.self_attn", HEADS, KV, size, size, bias=True)
-    return out | _swiglu(f"{at}.mlp", MLP)
+    return out | swiglu(f"{at}.mlp", MLP)
 
 
 def _mimo_shapes(count):
@@ -87,7 +80,7 @@ def _v2_experts(prefix):
     out = {f"{prefix}.gate.weight": (EXPERTS, D)}
     out[f"{prefix}.gate.e_score_correction_bias"] = (EXPERTS,)
     for expert in range(EXPERTS):
-        out |= _swiglu(f"{prefix}.experts.{expert}", MOE)
+        out |= swiglu(f"{prefix}.experts.{expert}", MOE)
     return out
 
 
@@ -99,12 +92,12 @@ def _v2_shapes(count):
         at = f"model.layers.{i}"
         out |= _norms(at, "input_layernorm", "post_attention_layernorm")
         out |= _v2_attention(f"{at}.self_attn", sliding)
-        out |= _v2_experts(f"{at}.mlp") if moe else _swiglu(f"{at}.mlp", MLP)
+        out |= _v2_experts(f"{at}.mlp") if moe else swiglu(f"{at}.mlp", MLP)
     for i in range(count):
         at = f"model.mtp.layers.{i}"
         names = ("enorm", "hnorm", "final_layernorm", "input_layernorm", "pre_mlp_layernorm")
         out |= _norms(at, *names) | {f"{at}.eh_proj.weight": (D, 2 * D)}
-        out |= _v2_attention(f"{at}.self_attn", True) | _swiglu(f"{at}.mlp", MLP)
+        out |= _v2_attention(f"{at}.self_attn", True) | swiglu(f"{at}.mlp", MLP)
     return out
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from references import qwen
 
-from .case import Case
+from .case import Case, swiglu
 
 D, V, HEADS, KV, SIZE, MLP = 32, 320, 4, 2, 8, 48
 K_HEADS, V_HEADS, K_SIZE, V_SIZE, CONV = 2, 4, 8, 8, 4
@@ -26,24 +26,17 @@ _MOE = {
 }  # fmt: skip
 
 
-def _swiglu(prefix, inner):
-    return {
-        f"{prefix}.gate_proj.weight": (inner, D), f"{prefix}.up_proj.weight": (inner, D),
-        f"{prefix}.down_proj.weight": (D, inner),
-    }  # fmt: skip
-
-
 def _mlp(prefix, moe, fused):
     if not moe:
-        return _swiglu(prefix, MLP)
+        return swiglu(prefix, MLP)
     out = {f"{prefix}.gate.weight": (EXPERTS, D), f"{prefix}.shared_expert_gate.weight": (1, D)}
-    out |= _swiglu(f"{prefix}.shared_expert", MOE)
+    out |= swiglu(f"{prefix}.shared_expert", MOE)
     if fused:
         out[f"{prefix}.experts.gate_up_proj"] = (EXPERTS, 2 * MOE, D)
         out[f"{prefix}.experts.down_proj"] = (EXPERTS, D, MOE)
     else:
         for expert in range(EXPERTS):
-            out |= _swiglu(f"{prefix}.experts.{expert}", MOE)
+            out |= swiglu(f"{prefix}.experts.{expert}", MOE)
     return out
 
 

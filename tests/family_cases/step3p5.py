@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from references import step3p5
 
-from .case import Case
+from .case import Case, swiglu
 
 D, V, SIZE, KV, MLP = 32, 320, 8, 2, 48
 HEADS = {"full_attention": 4, "sliding_attention": 6}
@@ -34,14 +34,6 @@ _CONFIG = {
 }  # fmt: skip
 
 
-def _swiglu(prefix, inner, experts=()):
-    return {
-        f"{prefix}.gate_proj.weight": (*experts, inner, D),
-        f"{prefix}.up_proj.weight": (*experts, inner, D),
-        f"{prefix}.down_proj.weight": (*experts, D, inner),
-    }
-
-
 def _layer(place):
     at, heads = f"model.layers.{place}", HEADS[KINDS[place]]
     out = {f"{at}.{name}.weight": (D,) for name in ("input_layernorm", "post_attention_layernorm")}
@@ -50,9 +42,9 @@ def _layer(place):
     out[f"{at}.self_attn.o_proj.weight"] = (D, heads * SIZE)
     out |= {f"{at}.self_attn.{part}_norm.weight": (SIZE,) for part in "qk"}
     if str(place) not in _CONFIG["moe_layers_enum"].split(","):
-        return out | _swiglu(f"{at}.mlp", MLP)
+        return out | swiglu(f"{at}.mlp", MLP)
     out |= {f"{at}.moe.gate.weight": (EXPERTS, D), f"{at}.moe.router_bias": (EXPERTS,)}
-    return out | _swiglu(f"{at}.moe", MOE, (EXPERTS,)) | _swiglu(f"{at}.share_expert", MOE)
+    return out | swiglu(f"{at}.moe", MOE, (EXPERTS,)) | swiglu(f"{at}.share_expert", MOE)
 
 
 def _shapes():
