@@ -175,8 +175,8 @@ def _model(bundle: Bundle) -> dict[str, Any]:
         if bundle.head_source == "model":  # in the model's own files, or in some beside them
             beside = read_checkpoint(provenance.path).sidecar.values()
             files |= {f.name: known_sha256(f) for f in sorted({t.file for t in beside})}
-        elif bundle.head_source != "given":
-            hashed = known_sha256(Path(bundle.head_source or "") / head_file.WEIGHTS)
+        elif bundle.head_source not in (None, "given"):
+            hashed = known_sha256(Path(bundle.head_source) / head_file.WEIGHTS)
         head = {"source": bundle.head_source, "sha256": hashed}
     return {
         "source": provenance.source,

@@ -88,7 +88,8 @@ def lines(found: Certificate) -> list[str]:
 def _head(head: dict[str, Any] | None) -> str:
     if head is None:
         return "none"
-    return head["sha256"] or ("the model's own" if head["source"] == "model" else head["source"])
+    named = {"model": "the model's own", None: "given"}
+    return head["sha256"] or named.get(head["source"], head["source"])
 
 
 def _number(value: float | None) -> str:
