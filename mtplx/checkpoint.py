@@ -12,6 +12,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatch
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +57,11 @@ class Checkpoint:
     tensors: Mapping[str, StoredTensor]
     sidecar: Mapping[str, StoredTensor] = field(default_factory=dict)
 
+    @cached_property
+    def stored(self) -> Mapping[str, StoredTensor]:
+        """Every tensor, those of the sidecar among them."""
+        return {**self.tensors, **self.sidecar}
+
     @property
     def text_config(self) -> Mapping[str, Any]:
         """The language model's part of the configuration."""
@@ -98,17 +104,17 @@ class Checkpoint:
         return (own if isinstance(own, dict) else settings).get(key, settings.get(key, default))
 
     def _bits(self, stem: str, tensor: StoredTensor) -> int:
-        columns = self.tensors[f"{stem}.scales"].shape[-1] * self.setting(stem, "group_size", 64)
+        columns = self.stored[f"{stem}.scales"].shape[-1] * self.setting(stem, "group_size", 64)
         return max(1, tensor.shape[-1] * 32 // max(1, columns))
 
     def parameters(self) -> int:
         """Number of stored weights; packed words are counted as the weights they hold."""
         total = 0
-        for name, tensor in self.tensors.items():
+        for name, tensor in self.stored.items():
             stem, _, kind = name.rpartition(".")
-            if kind in ("scales", "biases") and f"{stem}.weight" in self.tensors:
+            if kind in ("scales", "biases") and f"{stem}.weight" in self.stored:
                 continue
-            scales = self.tensors.get(f"{stem}.scales")
+            scales = self.stored.get(f"{stem}.scales")
             size = math.prod(tensor.shape)
             total += (
                 size * 32 // self._bits(stem, tensor) if scales and tensor.dtype == "U32" else size

@@ -92,7 +92,7 @@ def _directory(source: str, found: Checkpoint) -> ModelInfo:
     check_supported(found)
     text = tokenizer.from_directory(found.path, found.config)
     config = dict(found.text_config)
-    stored = found.quantisation()
+    stored, beside = found.quantisation(), {tensor.file for tensor in found.sidecar.values()}
     tied = config.get("tie_word_embeddings", found.config.get("tie_word_embeddings"))
     return _info(
         config | {"model_type": found.config["model_type"]},
@@ -101,7 +101,7 @@ def _directory(source: str, found: Checkpoint) -> ModelInfo:
         format="safetensors",
         parameters=found.parameters(),
         quantisation=stored,
-        file_bytes=sum(f.stat().st_size for f in found.files),
+        file_bytes=sum(f.stat().st_size for f in {*found.files, *beside}),
         tied_embeddings=bool(tied) if tied is not None else "output" not in stored,
         **_account(found),
         chat_template=text.has_chat_template,
@@ -140,7 +140,7 @@ def _of_trained(path: Path, folder: Path | None, trunk: int, none: str = "none")
 def _account(found: Checkpoint) -> dict[str, Any]:
     """What is told of a directory's head, and what becomes of each of its tensors."""
     trained, beside = _trained(found.path, found.files), head_file.sidecar(found.path)
-    stored = {**found.tensors, **found.sidecar}
+    stored = found.stored
     try:
         own = native_head.claims(found)
         trunk, _ = build_trunk(found)

@@ -20,8 +20,8 @@ def claims(checkpoint: Checkpoint) -> dict[str, str]:
     if not issubclass(family, NativeFamily):
         return {}
     with fitting(checkpoint):
-        names = (*checkpoint.tensors, *checkpoint.sidecar)
-        places = {name: family.place(name, checkpoint.text_config) for name in names}
+        config = checkpoint.text_config
+        places = {name: family.place(name, config) for name in checkpoint.stored}
     return {name: place for name, place in places.items() if place is not None}
 
 
@@ -66,7 +66,7 @@ def read(
     if not found:
         return None, missing(checkpoint)
     assert isinstance(family, NativeFamily)
-    headers = {name: checkpoint.tensors.get(name) or checkpoint.sidecar[name] for name in found}
+    headers = {name: checkpoint.stored[name] for name in found}
     check_formats(headers)
     stored: dict[str, Any] = {}
     for file in sorted({tensor.file for tensor in headers.values()}):

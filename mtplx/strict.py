@@ -33,9 +33,7 @@ def load_strictly(
 
     def fail(parameter: str, what: str) -> ModelFileError:
         name = stored_name(parameter)
-        stored = None
-        if checkpoint:
-            stored = checkpoint.tensors.get(name) or checkpoint.sidecar.get(name)
+        stored = checkpoint.stored.get(name) if checkpoint else None
         where = stored.file if stored else path or (checkpoint.path if checkpoint else None)
         return ModelFileError(f"{where}: tensor {name!r} {what}", path=where, tensor=name)
 

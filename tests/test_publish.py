@@ -10,13 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import fake_hub
+import huggingface_hub as hub_client
 import published
 import pytest
 
-from mtplx.errors import ModelFileError, MtplxError, PublishError, RequestError
+from mtplx.errors import ModelFileError, PublishError, RequestError
 from mtplx.forge.publish import FILES, publish
-
-hub_client = pytest.importorskip("huggingface_hub")
 
 
 @pytest.fixture(scope="module")
@@ -161,14 +160,6 @@ def test_files_that_do_not_belong_together(
     with pytest.raises(ModelFileError, match=match):
         publish(folder, "me/head", dry_run=True)
     (folder / name).write_bytes(complete[name])
-
-
-def test_without_the_client_the_error_names_the_extra(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
-    with pytest.raises(MtplxError, match=r"mtplx\[forge\]"):
-        publish(folder, "me/head")
 
 
 def test_the_command(folder: Path, complete: dict[str, bytes]) -> None:

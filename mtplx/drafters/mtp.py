@@ -115,7 +115,7 @@ class MTPDrafter:
         place = len(tokens)
         parts = [part for part in (self._waiting[place], drafted) if part is not None]
         states, head = mx.concatenate(parts), self.attached.further[place - 1]
-        out = head.forward(states, mx.array(list(tokens[-len(states) :])), self.caches[place])
+        out = head.forward(states, mx.array(tokens[-len(states) :]), self.caches[place])
         return head, states if head.head.reads_trunk else out, out[-1:]
 
     def _drop_drafts(self) -> None:

@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 from .. import fetch, head_file
-from ..errors import ModelFileError, MtplxError, PublishError, RequestError
+from ..errors import ModelFileError, PublishError, RequestError
 from .card import CARD, MEASUREMENT, PLOT, TRAINING, card
 
 FILES = (CARD, head_file.CONFIG, head_file.WEIGHTS, MEASUREMENT, TRAINING, PLOT)
@@ -49,11 +49,9 @@ def publish(
     is none, and ``PublishError`` with the hub's reason.
     """
     files = contents(folder)
-    try:
-        from huggingface_hub import HfApi, get_token
-        from huggingface_hub.utils import HFValidationError, validate_repo_id
-    except ImportError as e:
-        raise MtplxError("publishing needs huggingface_hub: pip install 'mtplx[forge]'") from e
+    from huggingface_hub import HfApi, get_token
+    from huggingface_hub.utils import HFValidationError, validate_repo_id
+
     try:
         validate_repo_id(repo)
     except HFValidationError as e:
