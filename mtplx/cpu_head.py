@@ -14,7 +14,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
-from .cpu_layers import PackedEmbedding, Stack, native_layer, takes
+from .cpu_layers import PackedEmbedding, Stack, fit, native_layer
 from .mtp_patch import AttachedHead, MTPHead
 from .native import status
 
@@ -36,7 +36,7 @@ class FusedHead(AttachedHead):
 
     def forward(self, state: mx.array, tokens: mx.array, cache: Any) -> mx.array:
         """See ``AttachedHead.forward``."""
-        if not takes(state[None], [cache]):
+        if state.ndim != 2 or not state.size or not fit(1, [cache]):
             return super().forward(state, tokens, cache)
         return self._stack.head_step(self._combine, state, tokens, cache)
 

@@ -40,17 +40,23 @@ class TokenTable:
         spec = json.loads(backend.to_str())["decoder"] if backend.decoder is not None else None
         self.kind, self.decoder, self.strip = _classify(spec)
         self.alphabet = _byte_alphabet() if self.kind == "bytes" else {}
+        self._bytes: dict[int, bytes] = {}
 
     def token(self, token_id: int) -> str | None:
         """The token's spelling; None for a special token or an id without one."""
         return None if token_id in self.special else self.backend.id_to_token(token_id)
 
-    def token_bytes(self, token: str) -> bytes:
+    def token_bytes(self, token_id: int) -> bytes:
         """ByteLevel: the bytes a token stands for; one outside the alphabet is its own text."""
-        try:
-            return bytes([self.alphabet[c] for c in token])
-        except KeyError:
-            return token.encode("utf-8")
+        found = self._bytes.get(token_id)
+        if found is None:
+            token = self.token(token_id) or ""
+            try:
+                found = bytes([self.alphabet[c] for c in token])
+            except KeyError:
+                found = token.encode("utf-8")
+            self._bytes[token_id] = found
+        return found
 
 
 def _classify(spec: dict[str, Any] | None) -> tuple[str, Any, tuple[str, int]]:
@@ -106,11 +112,11 @@ class StreamDetokenizer:
         if table.kind == "opaque":
             self._held_ids.append(token_id)
             return ""
+        if table.kind == "bytes":
+            return self._utf8.decode(table.token_bytes(token_id))
         token = table.token(token_id)
         if token is None:
             return ""
-        if table.kind == "bytes":
-            return self._utf8.decode(table.token_bytes(token))
         if table.kind == "metaspace":
             pieces = [token] if self._first else ["x", token]
             text = table.decoder.decode(pieces)

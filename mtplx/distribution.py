@@ -82,6 +82,8 @@ class SparseDistribution:
 
     def probability(self, token_id: int) -> float:
         """The probability of one token; 0 outside the support."""
+        if native.loaded is not None:
+            return native.loaded.probability(self.token_ids, self.probs, token_id)
         place = bisect_left(self.token_ids, token_id)
         inside = place < self.token_ids.size and self.token_ids[place] == token_id
         return float(self.probs[place]) if inside else 0.0
@@ -162,6 +164,14 @@ def excess(p: Distribution, q: Distribution, scale: float = 1.0) -> tuple[Ids, F
         mass = scale * mass - q[ids]
     keep = mass > 0.0
     return ids[keep], mass[keep]
+
+
+def excess_shares(p: SparseDistribution, q: SparseDistribution, scale: float) -> tuple[Ids, Floats]:
+    """``excess`` divided by its sum."""
+    if native.loaded is not None:
+        return native.loaded.excess(p.token_ids, p.probs, q.token_ids, q.probs, scale, True)
+    ids, mass = excess(p, q, scale)
+    return ids, mass / mass.sum()
 
 
 def inverse_cdf(probs: Distribution, uniform: float) -> int:

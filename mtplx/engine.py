@@ -10,12 +10,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from collections.abc import Sequence as Sequence_
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cache
 from time import perf_counter
+from typing import Any
 
 import mlx.core as mx
 
+from .device import rows_of
 from .distribution import SparseDistribution
 from .drafters import Draft, Proposal
 from .errors import StateError
@@ -96,7 +99,7 @@ class Engine:
                 self._run_ahead(sequence, logits)
             mx.eval(logits)
             ran = perf_counter()
-            with mx.stream(_law_stream(str(mx.default_device()))):
+            with _law_stream(str(mx.default_device())) if state.runs_ahead else nullcontext():
                 p_rows = sequence.history.laws(logits, draft.tokens)
             block = p_rows, draft.q_rows, draft.tokens, sequence.draws
             verdict = verify(sequence.rule, *block, start=start, eos_ids=sequence.eos_ids)
@@ -112,7 +115,7 @@ class Engine:
             state.rollback(mark, sequence.tokens[start - 1 : start - 1 + taken])
         known = hidden if sequence.drafter.needs_hidden else None
         if known is not None and taken < len(known):
-            known = known[:taken]
+            known = rows_of(known, slice(taken))
         sequence.drafter.observe(emitted[:taken], known)
         sequence.note(emitted[:taken], p_rows)
         shown = sequence.output.kept_tokens() - (start - sequence.prompt_length)
@@ -158,13 +161,17 @@ class Engine:
         return Draft(block[0][:usable], block[1][:usable], draft.source)
 
 
-@cache
-def _law_stream(device: str) -> mx.ThreadLocalStream:
-    """A stream of the default device for the law: it need not wait for a forward started ahead.
+def _law_stream(device: str) -> Any:
+    """The context of a stream for the law, which need not wait for a forward started ahead.
 
-    device: its name, by which there is one stream each: a ``mx.Device`` has no hash of its value,
-    and a stream is a thread.
+    device: the default one's name.
     """
+    return mx.stream(_stream_of(device))
+
+
+@cache
+def _stream_of(device: str) -> mx.ThreadLocalStream:
+    """One a device: a stream is a thread. A ``mx.Device`` has no hash of its value."""
     return mx.new_thread_local_stream(mx.default_device())
 
 

@@ -22,6 +22,7 @@ import mlx.core as mx
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from .device import on_cpu
 from .distribution import Floats, SparseDistribution, inverse_cdf
 from .native import status as native_status
 from .penalties import bias_amounts, penalty_amounts, repeated_ids
@@ -150,14 +151,9 @@ def _host_sparse_distribution(
     return SparseDistribution(token_ids[keep].astype(np.int64), weights[keep], int(vocab_size or 0))
 
 
-def _on_cpu() -> bool:
-    """Whether the default device is a CPU, which shares its memory with the host."""
-    return bool(mx.default_device().type == mx.DeviceType.cpu)
-
-
 def _kernels() -> Any:
     """The module with the CPU kernels, None where there is none or the device is another."""
-    return native_status().native if _on_cpu() else None
+    return native_status().native if on_cpu() else None
 
 
 def _host_mass(row: NDArray[np.float32], highest: np.float32, temperature: float) -> float:
@@ -247,17 +243,22 @@ def sparse_distributions_from_mlx_logits(
     """
     if logits.ndim != 2 or 0 in logits.shape:
         raise ValueError(f"logits must be (rows, vocab), not {tuple(logits.shape)}")
+    vocab = logits.shape[1]
+    nucleus = config.top_p < 1.0 or config.min_p > 0.0
+    small = config.temperature <= 0 or nucleus or 0 < config.top_k < vocab
+    native = _kernels() if small else None
+    no_history = token_counts is None and prompt_ids is None
+    plain = no_history and penalty_overlay is None and config.logit_bias is None
+    if native is not None and plain:
+        return _laws_by_kernel(native, logits, config)
     counts = [None] * logits.shape[0] if token_counts is None else list(token_counts)
     if len(counts) != logits.shape[0]:
         raise ValueError(f"{logits.shape[0]} rows of logits but {len(counts)} token_counts")
     rows = _processed_rows(logits.astype(mx.float32), config, counts, penalty_overlay, prompt_ids)
-    vocab = rows.shape[1]
-    native = _kernels()
-    if config.temperature <= 0 and native is None:
-        return _distributions(rows, config, 1, needs_mass=False)
-    nucleus = config.top_p < 1.0 or config.min_p > 0.0
-    if native is not None and (config.temperature <= 0 or nucleus or 0 < config.top_k < vocab):
+    if native is not None:
         return _laws_by_kernel(native, rows, config)
+    if config.temperature <= 0:
+        return _distributions(rows, config, 1, needs_mass=False)
     on_device = _DEVICE_TEMPERATURES[0] <= config.temperature <= _DEVICE_TEMPERATURES[1]
     if 0 < config.top_k < vocab and (on_device or not nucleus):
         return _distributions(rows, config, config.top_k, needs_mass=nucleus)
@@ -268,12 +269,11 @@ def sparse_distributions_from_mlx_logits(
 
 
 def _laws_by_kernel(native: Any, rows: mx.array, config: SamplerConfig) -> list[SparseDistribution]:
-    whole = np.ascontiguousarray(np.asarray(rows))
     vocab, limits = rows.shape[1], (config.temperature, config.top_p, config.min_p, config.top_k)
     out = []
-    for i, (ids, probs, *_) in enumerate(native.law(whole, *limits)):
+    for i, (ids, probs, *_) in enumerate(native.law(rows, *limits)):
         if not ids.size:
-            require_finite_row(whole[i], f"logits row {i}")
+            require_finite_row(np.asarray(rows[i].astype(mx.float32)), f"logits row {i}")
         out.append(SparseDistribution.unchecked(ids, probs, vocab))
     return out
 
@@ -281,7 +281,7 @@ def _laws_by_kernel(native: Any, rows: mx.array, config: SamplerConfig) -> list[
 def _distributions(
     rows: mx.array, config: SamplerConfig, candidates: int, *, needs_mass: bool
 ) -> list[SparseDistribution]:
-    find = _candidates_on_host if _on_cpu() else _candidates_on_device
+    find = _candidates_on_host if on_cpu() else _candidates_on_device
     ids, values, masses = find(rows, candidates, config.temperature if needs_mass else None)
     vocab = rows.shape[1]
     out = []

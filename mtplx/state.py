@@ -82,11 +82,12 @@ class State:
         self.length = 0
         self._ahead: _Ahead | None = None
         self._open: Mark | None = None  # the last mark, until something was run or taken back
-        for leaf in _leaves(self.caches):
-            if type(leaf) not in _TRIMMED + _SNAPSHOTTED:
-                name = type(leaf).__name__
-                raise StateError(f"no exact rollback is known for a {name} of this model")
-        if any(type(leaf) is ArraysCache for leaf in _leaves(self.caches)):
+        kinds = {type(leaf) for leaf in _leaves(self.caches)}
+        for kind in kinds.difference(_TRIMMED, _SNAPSHOTTED):
+            raise StateError(f"no exact rollback is known for a {kind.__name__} of this model")
+        # A cache may go from one of these kinds to another, never to any else.
+        self._always_trimmed = kinds.issubset(_TRIMMED)
+        if ArraysCache in kinds:
             watch(family.trunk)
 
     def forward(self, tokens: Sequence[int]) -> tuple[mx.array | None, mx.array]:
@@ -99,7 +100,7 @@ class State:
                 leaf.offset += len(tokens)
         else:
             with recording(self._to_record(mark, len(tokens))) as tapes:
-                outputs = self._single(*self.family.forward(self._rows(tokens), self.caches))
+                outputs = self.family.step(tokens, self.caches)
             if mark is not None and all(tape.x is not None for tape in tapes.values()):
                 mark.tokens, mark.tapes = list(tokens), tapes
         self.length += len(tokens)
@@ -107,7 +108,7 @@ class State:
 
     def _to_record(self, mark: Mark | None, rows: int) -> dict[int, Any]:
         """The caches that tapes can take back to within ``rows`` tokens; all of them, or none."""
-        if mark is None or rows < 2:
+        if mark is None or rows < 2 or not mark.snapshots:
             return {}
         leaves = {i: leaf for i, leaf in enumerate(_leaves(self.caches)) if i in mark.snapshots}
         return leaves if all(type(leaf) is ArraysCache for leaf in leaves.values()) else {}
@@ -125,11 +126,17 @@ class State:
             return
         # What is not queued before the forward would wait for its end.
         mx.async_eval(ids)
-        outputs = self._single(*self.family.forward(ids, self.caches))
+        hidden, logits = self.family.forward(ids, self.caches)
+        outputs = None if hidden is None else hidden[0], logits[0]
         for leaf in leaves:
             leaf.trim(ids.shape[1])
         self._ahead = _Ahead(ids, outputs)
         mx.async_eval(outputs[1])
+
+    @property
+    def runs_ahead(self) -> bool:
+        """Whether a forward was started ahead and not taken over yet."""
+        return self._ahead is not None
 
     def drop_ahead(self) -> None:
         """Forget a forward that was started ahead."""
@@ -145,7 +152,8 @@ class State:
             part = tokens[start : start + chunk]
             mark = self._snapshot(len(part))
             try:
-                hidden = self.family.prefill(self._rows(part), self.caches)
+                rows = mx.array(np.asarray(part, dtype=np.int32)[None])
+                hidden = self.family.prefill(rows, self.caches)
                 mx.eval([leaf.state for leaf in _leaves(self.caches)], hidden)
             except BaseException:
                 self.restore(mark)
@@ -159,6 +167,8 @@ class State:
         return self._open
 
     def _snapshot(self, rows: int) -> Mark:
+        if self._always_trimmed:
+            return Mark(self.length, {})
         snapshots = {
             i: _copy(leaf.state)
             for i, leaf in enumerate(_leaves(self.caches))
@@ -224,14 +234,6 @@ class State:
             if excess > 0 and leaf.trim(excess) != excess:
                 raise StateError(f"{type(leaf).__name__} did not give back {excess} tokens")
         self.length = length
-
-    def _single(
-        self, hidden: mx.array | None, logits: mx.array
-    ) -> tuple[mx.array | None, mx.array]:
-        return None if hidden is None else hidden[0], logits[0]
-
-    def _rows(self, tokens: Sequence[int]) -> mx.array:
-        return mx.array(np.asarray(tokens, dtype=np.int32)[None])
 
 
 def _can_trim(leaf: Any, rows: int) -> bool:

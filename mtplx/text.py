@@ -79,6 +79,9 @@ class TextOutput:
         return sum(len(segment.text) for segment in self._held)
 
     def _take(self, text: str, from_draft: bool) -> list[Segment]:
+        if not self._stops:  # then nothing is ever held
+            self._released += len(text)
+            return [Segment(text, from_draft)] if text else []
         if text:
             self._held.append(Segment(text, from_draft))
         held = "".join(segment.text for segment in self._held)

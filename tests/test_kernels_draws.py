@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import math
 
+import mlx.core as mx
 import numpy as np
 import pytest
 
 from mtplx import native as seam
 from mtplx import rng
-from mtplx.distribution import SparseDistribution, excess, support
+from mtplx.distribution import SparseDistribution, excess, excess_shares, support
 from mtplx.fast_sampling import _host_sparse_distribution
 from mtplx.sampler_config import SamplerConfig
-from mtplx.sampling import deterministic_top_k_order, distribution_from_logits
+from mtplx.sampling import (
+    deterministic_top_k_order,
+    distribution_from_logits,
+    scaled_residual,
+)
 
 WORD = 2**32 - 1
 INF = float("inf")
@@ -117,6 +122,28 @@ def test_the_excess_is_numpys_bit_for_bit(native, by_numpy, scale):
                 assert a.dtype == b.dtype
 
 
+@pytest.mark.parametrize("scale", [1.0, 0.37, 1e-300])
+def test_its_shares_are_numpys(native, by_numpy, scale):
+    generator = np.random.default_rng(5)
+    for _ in range(300):
+        p, q = random_law(generator, 60), random_law(generator, 60)
+        found, expected = excess_shares(p, q, scale), by_numpy(excess_shares, p, q, scale)
+        np.testing.assert_array_equal(found[0], expected[0])
+        np.testing.assert_allclose(found[1], expected[1], rtol=1e-14)
+    assert [part.size for part in excess_shares(p, p, 1.0)] == [0, 0]
+    assert scaled_residual(p, p, 1.0) is p
+
+
+def test_a_probability_is_found_by_its_id(native, by_numpy):
+    law = random_law(np.random.default_rng(6), 60)
+    for token in range(-1, law.vocab_size + 1):
+        expected = by_numpy(law.probability, token)
+        assert law.probability(token) == expected
+        assert type(law.probability(token)) is float
+    with pytest.raises(ValueError, match="of one length"):
+        native.probability(law.token_ids, law.probs[:1], 3)
+
+
 def test_laws_apart_and_one_within_the_other(native, by_numpy):
     low = SparseDistribution(np.arange(5), np.ones(5), 20)
     high = SparseDistribution(np.arange(15, 20), np.ones(5), 20)
@@ -166,6 +193,21 @@ def test_the_law_is_finished_as_numpy_finishes_it(native, scale):
             np.testing.assert_array_equal(ids, expected.token_ids)
             np.testing.assert_allclose(probs, expected.probs, rtol=1e-15, atol=0)
             assert math.isclose(probs.sum(), 1.0, rel_tol=1e-14)
+
+
+def test_rows_of_mlx_give_the_laws_of_the_same_rows_of_numpy(native):
+    rows = np.round(np.random.default_rng(8).normal(size=(3, 700)) * 3, 1).astype(np.float32)
+    request = 0.7, 0.9, 0.01, 50
+    for dtype in (mx.float32, mx.float16, mx.bfloat16):
+        lazy = mx.array(rows).astype(dtype) + 1  # not computed yet
+        whole = np.array(lazy.astype(mx.float32))
+        for given, same in ((lazy, whole), (lazy[:, ::2], np.ascontiguousarray(whole[:, ::2]))):
+            for found, expected in zip(
+                native.law(given, *request), native.law(same, *request), strict=True
+            ):
+                assert all(np.array_equal(a, b) for a, b in zip(found, expected, strict=True))
+    with pytest.raises(ValueError, match="rows, vocab"):
+        native.law(mx.zeros(4), *request)
 
 
 def test_a_law_of_the_kernels_is_held_as_any_other(native):

@@ -143,7 +143,18 @@ void bind_layers(nb::module_& m) {
           "x"_a, "offset"_a, "caches"_a,
           "x (B, R, D) -> (B, R, (1 + levels) D), caches: R rows of each of B sequences, all at the same positions. The\n"
           "caches, (layers, 2, B * kv_heads, T, dim) for keys and values, are written in place where nothing else\n"
-          "holds them.");
+          "holds them.")
+      .def(
+          "step",
+          [](const Layers& self, const Matrix& embedding, const Matrix& output, const std::vector<std::int32_t>& tokens,
+             int offset, const mx::array& caches) {
+            return mtplx::step_trunk(*embedding.weights, *output.weights, *output.bias, *self.list, *self.features,
+                                     tokens, offset, caches);
+          },
+          "embedding"_a, "output"_a, "tokens"_a, "offset"_a, "caches"_a, nb::call_guard<nb::gil_scoped_release>(),
+          "tokens (R) of one sequence -> (R, (1 + levels) D), logits (R, V), caches: computed when it returns. The caches\n"
+          "are written in place where no other array holds their memory; under a second name, this very array changes,\n"
+          "too.");
 }
 
 void bind_head(nb::module_& m) {

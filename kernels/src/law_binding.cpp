@@ -14,6 +14,7 @@
 
 #include "dispatch.hpp"
 #include "law.hpp"
+#include "primitives.hpp"
 
 namespace nb = nanobind;
 
@@ -46,11 +47,9 @@ mtplx::LawIsa isa_named(std::string name) {
   return name == "avx512" ? LawIsa::avx512 : name == "avx2" ? LawIsa::avx2 : LawIsa::portable;
 }
 
-nb::list law(nb::ndarray<const float, nb::ndim<2>, nb::c_contig, nb::device::cpu> rows, double temperature,
-             double top_p, double min_p, std::int64_t top_k, const std::string& isa) {
+nb::list laws(const float* rows, std::size_t count, std::size_t size, const mtplx::LawRequest& request,
+              const std::string& isa) {
   const mtplx::LawIsa chosen = isa_named(isa);
-  const std::size_t count = rows.shape(0), size = rows.shape(1);
-  const mtplx::LawRequest request{temperature, top_p, min_p, top_k};
   mtplx::check_law(size, request);
   std::vector<mtplx::LawRow> found(count);
   std::vector<mtplx::Law> laws(count);
@@ -59,7 +58,7 @@ nb::list law(nb::ndarray<const float, nb::ndim<2>, nb::c_contig, nb::device::cpu
     mtplx::share(static_cast<int>(count), [&](int i) {
       thread_local mtplx::LawScratch scratch;
       const auto row = static_cast<std::size_t>(i);
-      mtplx::law_row(rows.data() + row * size, size, request, chosen, scratch, found[row]);
+      mtplx::law_row(rows + row * size, size, request, chosen, scratch, found[row]);
       mtplx::finish_law(found[row], request, scratch, laws[row]);
     });
   }
@@ -69,6 +68,22 @@ nb::list law(nb::ndarray<const float, nb::ndim<2>, nb::c_contig, nb::device::cpu
                               found[i].nan, found[i].inf));
   }
   return out;
+}
+
+nb::list law_of_numpy(nb::ndarray<const float, nb::ndim<2>, nb::c_contig, nb::device::cpu> rows, double temperature,
+                      double top_p, double min_p, std::int64_t top_k, const std::string& isa) {
+  return laws(rows.data(), rows.shape(0), rows.shape(1), {temperature, top_p, min_p, top_k}, isa);
+}
+
+nb::list law_of_mlx(const mlx::core::array& rows, double temperature, double top_p, double min_p, std::int64_t top_k,
+                    const std::string& isa) {
+  if (rows.ndim() != 2) throw nb::value_error("logits must be (rows, vocab)");
+  const mlx::core::array ready = [&] {
+    nb::gil_scoped_release released;
+    return mtplx::at_hand(rows);
+  }();
+  const auto count = static_cast<std::size_t>(ready.shape(0)), size = static_cast<std::size_t>(ready.shape(1));
+  return laws(ready.data<float>(), count, size, {temperature, top_p, min_p, top_k}, isa);
 }
 
 // Threefry-2x32 with 20 rounds, and the upper 52 bits of its words as a number in (0, 1), as in mtplx/rng.py.
@@ -104,11 +119,22 @@ std::int64_t race(std::uint32_t key0, std::uint32_t key1, std::uint32_t position
   return ids.data()[winner];
 }
 
-// (scale p - q)+ by id, both ascending: the ids where it is positive, and how much it is there.
-nb::tuple excess(Given<std::int64_t> p_ids, Given<double> p, Given<std::int64_t> q_ids, Given<double> q, double scale) {
+// p(id), 0 outside; ids ascending.
+double probability(Given<std::int64_t> ids, Given<double> probs, std::int64_t id) {
+  if (ids.size() != probs.size()) throw nb::value_error("ids and probs must be of one length");
+  const std::int64_t* end = ids.data() + ids.size();
+  const std::int64_t* found = std::lower_bound(ids.data(), end, id);
+  return found != end && *found == id ? probs.data()[found - ids.data()] : 0.0;
+}
+
+// (scale p - q)+ by id, both ascending: the ids where it is positive, and how much it is there. With `normalised`, as
+// shares of the whole.
+nb::tuple excess(Given<std::int64_t> p_ids, Given<double> p, Given<std::int64_t> q_ids, Given<double> q, double scale,
+                 bool normalised) {
   if (p_ids.size() != p.size() || q_ids.size() != q.size()) throw nb::value_error("ids and probs must be of one length");
   std::vector<std::int64_t> ids;
   std::vector<double> masses;
+  double sum = 0.0;
   for (std::size_t i = 0, j = 0; i < p.size(); ++i) {
     const std::int64_t id = p_ids.data()[i];
     while (j < q.size() && q_ids.data()[j] < id) ++j;
@@ -116,6 +142,10 @@ nb::tuple excess(Given<std::int64_t> p_ids, Given<double> p, Given<std::int64_t>
     if (!(mass > 0.0)) continue;
     ids.push_back(id);
     masses.push_back(mass);
+    sum += mass;
+  }
+  if (normalised) {
+    for (double& mass : masses) mass /= sum;
   }
   return nb::make_tuple(to_numpy(std::move(ids)), to_numpy(std::move(masses)));
 }
@@ -123,17 +153,24 @@ nb::tuple excess(Given<std::int64_t> p_ids, Given<double> p, Given<std::int64_t>
 }  // namespace
 
 void bind_law(nb::module_& m) {
-  m.def("law", &law, nb::arg("rows").noconvert(), nb::arg("temperature"), nb::arg("top_p"), nb::arg("min_p"),
-        nb::arg("top_k"), nb::arg("isa") = "",
-        "The law of each row of logits, (R, V) float32: R tuples (ids, probs, mass, nan, inf).\n\n"
-        "ids, probs: int64, ascending, and float64, positive; empty if a logit is NaN or +inf, or all are -inf.\n"
-        "mass: the sum of exp((logit - highest) / temperature), 0 if neither top_p nor min_p asks for it.\n"
-        "nan, inf: how many logits are NaN, +inf. isa: a level that `levels` names, \"\" for the one in force.\n"
-        "Raises ValueError for what is out of range.");
+  const char* about =
+      "The law of each row of logits, (R, V), float32 in NumPy or of any kind in MLX: R tuples (ids, probs, mass, nan, inf).\n\n"
+      "ids, probs: int64, ascending, and float64, positive; empty if a logit is NaN or +inf, or all are -inf.\n"
+      "mass: the sum of exp((logit - highest) / temperature), 0 if neither top_p nor min_p asks for it.\n"
+      "nan, inf: how many logits are NaN, +inf. isa: a level that `levels` names, \"\" for the one in force.\n"
+      "Raises ValueError for what is out of range.";
+  const auto define = [&](auto function) {
+    m.def("law", function, nb::arg("rows").noconvert(), nb::arg("temperature"), nb::arg("top_p"), nb::arg("min_p"),
+          nb::arg("top_k"), nb::arg("isa") = "", about);
+  };
+  define(&law_of_mlx);
+  define(&law_of_numpy);
   m.def("uniform", &uniform, nb::arg("key0"), nb::arg("key1"), nb::arg("position"), nb::arg("id"),
         "mtplx.rng.uniforms of one id, bit for bit.");
   m.def("excess", &excess, nb::arg("p_ids"), nb::arg("p"), nb::arg("q_ids"), nb::arg("q"), nb::arg("scale"),
-        "mtplx.distribution.excess of sparse laws, ids ascending, bit for bit.");
+        nb::arg("normalised") = false,
+        "mtplx.distribution.excess of sparse laws, ids ascending, bit for bit; or divided by its sum.");
+  m.def("probability", &probability, nb::arg("ids"), nb::arg("probs"), nb::arg("id"), "p(id), ids ascending; 0 outside.");
   m.def("race", &race, nb::arg("key0"), nb::arg("key1"), nb::arg("position"), nb::arg("ids"), nb::arg("probs"),
         "mtplx.rng.race on (n,) int64 ids, ascending, and float64 probabilities, positive.");
 }

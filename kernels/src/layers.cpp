@@ -108,10 +108,10 @@ void Layer::check() const {
   expect(static_cast<int>(frequency.size()) * 2 <= dim && window >= 0, "rotation does not fit");
 }
 
-void multiply(const Packed& weights, const Vector& bias, const float* x, int rows, float* out) {
+void multiply(const Packed& weights, const Vector& bias, const float* x, int rows, float* out, int stride) {
   const int k = weights.view().k;
-  const std::size_t n = weights.view().n;
-  const auto source = [&](int r, float* to) { std::memcpy(to, x + static_cast<std::size_t>(r) * k, sizeof(float) * k); };
+  const std::size_t n = weights.view().n, apart = stride > 0 ? stride : k;
+  const auto source = [&](int r, float* to) { std::memcpy(to, x + r * apart, sizeof(float) * k); };
   products({&weights}, rows, source, [&](int, int r, int first, int count, const float* values) {
     put(values, bias, first, count, out + r * n + first);
   });

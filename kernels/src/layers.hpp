@@ -12,8 +12,8 @@ namespace mtplx {
 using Weights = std::shared_ptr<const Packed>;
 using Vector = std::vector<float>;  // empty where the layer has none
 
-// out (rows, n) = x (rows, k) W^T + bias.
-void multiply(const Packed& weights, const Vector& bias, const float* x, int rows, float* out);
+// out (rows, n) = x (rows, k) W^T + bias; the rows of x are `stride` numbers apart, 0 for k.
+void multiply(const Packed& weights, const Vector& bias, const float* x, int rows, float* out, int stride = 0);
 
 // out (rows, k): the dequantised rows with these ids; NaN for an id out of range.
 void look_up(const Packed& weights, const std::int32_t* ids, int rows, float* out);

@@ -88,8 +88,8 @@ void copy_rows(const float* from, float* to, const mx::Shape& shape, int offset)
   }
 }
 
-std::size_t found_size(const LayerList& layers, const Features& features, int rows) {
-  return static_cast<std::size_t>(rows) * layers.front()->hidden() * (1 + features.levels.size());
+int found_width(const LayerList& layers, const Features& features) {
+  return layers.front()->hidden() * static_cast<int>(1 + features.levels.size());
 }
 
 // The caches go in and out alone: MLX lets an operation of several outputs write none of its inputs in place. What the
@@ -120,7 +120,7 @@ class Run : public CpuPrimitive {
                       from = before.data<float>(), to = outputs[0].data<float>(),
                       x = inputs[0].data<float>()] {
       if (!in_place) copy_rows(from, to, shape, batch.offset);
-      found->resize(found_size(*layers, *features, batch.size()));
+      found->resize(static_cast<std::size_t>(batch.size()) * found_width(*layers, *features));
       run(*layers, x, batch, views(to, shape), *features, found->data());
     });
   }
@@ -156,12 +156,22 @@ mx::array ready(const mx::array& a) {
   return out;
 }
 
-// The same without an operation where there is nothing to do: one takes longer than a small product.
-mx::array at_hand(const mx::array& a) {
-  if (a.is_tracer()) refuse("what is computed at once has no gradient");
-  mx::array out = a.dtype() == mx::float32 ? a : mx::astype(a, mx::float32, cpu_stream());
-  out.eval();
-  return out.flags().row_contiguous ? out : ready(out);
+// An array that is there, for the caller to fill.
+mx::array empty(mx::Shape shape) {
+  mx::array out(std::move(shape), mx::float32, nullptr, {});
+  allocate(out);
+  out.set_status(mx::array::Status::available);
+  return out;
+}
+
+// Caches to write the rows behind `offset` of, on this thread: these where no other array holds their memory, else a copy.
+mx::array own(const mx::array& caches, int offset) {
+  mx::array(caches).eval();
+  if (caches.is_donatable() && caches.flags().row_contiguous) return caches;
+  const mx::array before = at_hand(caches);
+  mx::array after = empty(caches.shape());
+  copy_rows(before.data<float>(), after.data<float>(), after.shape(), offset);
+  return after;
 }
 
 void check_caches(const LayerList& layers, const Batch& batch, const mx::array& caches) {
@@ -196,6 +206,13 @@ ScaleType scale_type(mx::Dtype type) {
 }
 
 }  // namespace
+
+mx::array at_hand(const mx::array& a) {
+  if (a.is_tracer()) refuse("what is computed at once has no gradient");
+  mx::array out = a.dtype() == mx::float32 ? a : mx::astype(a, mx::float32, cpu_stream());
+  out.eval();
+  return out.flags().row_contiguous ? out : ready(out);
+}
 
 Weights pack(const mx::array& w) {
   if (w.ndim() != 2) refuse("weights must be a matrix");
@@ -267,7 +284,7 @@ std::pair<mx::array, mx::array> run_op(const std::shared_ptr<const LayerList>& l
     refuse("x must be (sequences, rows, " + std::to_string(hidden) + ")");
   }
   check_caches(*layers, {x.shape(0), x.shape(1), offset}, caches);
-  const mx::Shape out_shape{x.shape(0), x.shape(1), hidden * static_cast<int>(1 + features->levels.size())};
+  const mx::Shape out_shape{x.shape(0), x.shape(1), found_width(*layers, *features)};
   const auto found = std::make_shared<Vector>();
   const auto primitive = std::make_shared<Run>(cpu_stream(), layers, features, offset, found);
   const mx::array after(caches.shape(), mx::float32, primitive, {plain(x, mx::float32), caches});
@@ -279,36 +296,43 @@ std::pair<mx::array, mx::array> step_head(const Combine& head, const LayerList& 
                                           const mx::array& caches) {
   check_state(head, state);
   const int rows = static_cast<int>(tokens.size()), size = head.embedding->view().k;
-  const int width = static_cast<int>(found_size(layers, features, 1));
   if (state.ndim() != 2 || state.shape(0) != rows) refuse("one token a row of the state is needed");
   if (layers.front()->hidden() != size) refuse("the layers do not fit the head");
   const Batch batch{1, rows, offset};
   check_caches(layers, batch, caches);
   const mx::array from = at_hand(state);
-  mx::array(caches).eval();
-  const bool in_place = caches.is_donatable() && caches.flags().row_contiguous;
-  mx::array after = in_place ? caches : mx::array(caches.shape(), mx::float32, nullptr, {});
-  if (!in_place) {
-    const mx::array before = at_hand(caches);
-    after.set_data(mx::allocator::malloc(after.nbytes()));
-    after.set_status(mx::array::Status::available);
-    copy_rows(before.data<float>(), after.data<float>(), after.shape(), offset);
-  }
-  Vector x(static_cast<std::size_t>(rows) * size), found(static_cast<std::size_t>(rows) * width);
+  mx::array after = own(caches, offset), out = empty({rows, found_width(layers, features)});
+  Vector x(static_cast<std::size_t>(rows) * size);
   combine(head, from.data<float>(), from.shape(1), tokens.data(), rows, x.data());
-  run(layers, x.data(), batch, views(after.data<float>(), after.shape()), features, found.data());
-  return {mx::array(found.data(), {rows, width}, mx::float32), after};
+  run(layers, x.data(), batch, views(after.data<float>(), after.shape()), features, out.data<float>());
+  return {out, after};
+}
+
+std::tuple<mx::array, mx::array, mx::array> step_trunk(const Packed& embedding, const Packed& output, const Vector& bias,
+                                                       const LayerList& layers, const Features& features,
+                                                       const std::vector<std::int32_t>& tokens, int offset,
+                                                       const mx::array& caches) {
+  const int rows = static_cast<int>(tokens.size()), hidden = layers.front()->hidden();
+  if (embedding.view().k != hidden || output.view().k != hidden) refuse("embedding or output do not fit the layers");
+  const Batch batch{1, rows, offset};
+  check_caches(layers, batch, caches);
+  mx::array after = own(caches, offset), found = empty({rows, found_width(layers, features)});
+  mx::array logits = empty({rows, output.view().n});
+  Vector x(static_cast<std::size_t>(rows) * hidden);
+  look_up(embedding, tokens.data(), rows, x.data());
+  run(layers, x.data(), batch, views(after.data<float>(), after.shape()), features, found.data<float>());
+  multiply(output, bias, found.data<float>(), rows, logits.data<float>(), found.shape(1));
+  return {found, logits, after};
 }
 
 mx::array multiply_now(const mx::array& x, const Weights& weights, const Vector& bias) {
-  const int n = weights->view().n;
   if (x.ndim() != 2 || x.shape(1) != weights->view().k) {
     refuse("x must be (rows, " + std::to_string(weights->view().k) + ")");
   }
   const mx::array from = at_hand(x);
-  Vector out(static_cast<std::size_t>(x.shape(0)) * n);
-  multiply(*weights, bias, from.data<float>(), x.shape(0), out.data());
-  return mx::array(out.data(), {x.shape(0), n}, mx::float32);
+  mx::array out = empty({x.shape(0), weights->view().n});
+  multiply(*weights, bias, from.data<float>(), x.shape(0), out.data<float>());
+  return out;
 }
 
 }  // namespace mtplx

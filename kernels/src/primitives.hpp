@@ -1,7 +1,9 @@
 // The kernels as MLX operations on the CPU stream. They have no gradient and no GPU form: both throw.
 #pragma once
 
+#include <cstdint>
 #include <memory>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -16,6 +18,10 @@ namespace mx = mlx::core;
 // bits / 32) uint32 with scales and biases (n, k / group) of one floating type. Throws std::invalid_argument.
 Weights pack(const mx::array& w);
 Weights pack_quantized(const mx::array& w, const mx::array& scales, const mx::array& biases, int group, int bits);
+
+// An array of float32 in one piece, computed; without an operation where there is nothing to do: one takes longer than a
+// small product. Throws std::invalid_argument while a gradient or a compilation is traced.
+mx::array at_hand(const mx::array& a);
 
 // A vector as float32.
 Vector to_vector(const mx::array& a);
@@ -41,6 +47,13 @@ std::pair<mx::array, mx::array> run_op(const std::shared_ptr<const LayerList>& l
 std::pair<mx::array, mx::array> step_head(const Combine& head, const LayerList& layers, const Features& features,
                                           const mx::array& state, const std::vector<std::int32_t>& tokens, int offset,
                                           const mx::array& caches);
+
+// A trunk's step in the same way: tokens (R) -> what the layers give (R, (1 + levels) D), the logits of its first D numbers
+// (R, V), and the caches. Throws std::invalid_argument for parts that do not fit.
+std::tuple<mx::array, mx::array, mx::array> step_trunk(const Packed& embedding, const Packed& output, const Vector& bias,
+                                                       const LayerList& layers, const Features& features,
+                                                       const std::vector<std::int32_t>& tokens, int offset,
+                                                       const mx::array& caches);
 
 // `multiply_op` in the same way: x (R, k) -> (R, n).
 mx::array multiply_now(const mx::array& x, const Weights& weights, const Vector& bias);

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import mlx.core as mx
-import numpy as np
 
+from ..device import raised, rows_of
 from ..distribution import SparseDistribution
 from ..draft_vocabulary import DraftVocabulary
 from ..errors import NonFiniteLogitsError, StateError
@@ -132,12 +132,7 @@ class MTPDrafter:
         place = token if vocabulary is None else vocabulary.place(token)
         if place is None:
             return logits
-        bonus = self.attached.copy_bonus[length - 1]
-        if mx.default_device().type != mx.DeviceType.cpu:
-            return logits.at[..., place].add(bonus)
-        row = np.array(logits.astype(mx.float32))  # on a CPU the quicker way
-        row[..., place] += np.float32(bonus)
-        return mx.array(row)
+        return raised(logits, place, self.attached.copy_bonus[length - 1])
 
     def _feed_committed(self) -> None:
         """Write the rows that are new; none are if a proposal is asked for twice."""
@@ -152,7 +147,7 @@ class MTPDrafter:
             try:
                 out = self.attached.forward(part, mx.array(follow), self.cache)
                 waiting, lengths = self._feed_further(part, out)
-                last = out if len(out) == 1 else out[-1:]
+                last = out if len(out) == 1 else rows_of(out, slice(-1, None))
                 mx.eval(out, waiting)  # and with it what it was computed from: the caches' rows
             except BaseException:
                 self._drop_drafts()

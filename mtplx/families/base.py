@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -28,6 +29,12 @@ class Family(ABC):
     @abstractmethod
     def forward(self, tokens: mx.array, cache: list[Any]) -> tuple[mx.array | None, mx.array]:
         """Tokens (B, L) -> features (B, L, F), None if the trunk hides them; logits (B, L, V)."""
+
+    def step(self, tokens: Sequence[int], cache: list[Any]) -> tuple[mx.array | None, mx.array]:
+        """``forward`` of one sequence: features (L, F) or None, logits (L, V)."""
+        rows = mx.array(np.asarray(tokens, dtype=np.int32)[None])
+        features, logits = self.forward(rows, cache)
+        return None if features is None else features[0], logits[0]
 
     @abstractmethod
     def prefill(self, tokens: mx.array, cache: list[Any]) -> mx.array | None:

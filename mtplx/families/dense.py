@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -37,6 +38,13 @@ class DenseFamily(TrunkFamily):
                 taken[i + 1] = mx.fast.rms_norm(x, None, self.norm_eps)
         final = model.norm(x)
         return final, mx.concatenate([final, *(taken[n] for n in self.levels)], axis=-1)
+
+    def step(self, tokens: Sequence[int], cache: list[Any]) -> tuple[mx.array | None, mx.array]:
+        """See ``Family.step``."""
+        found = None
+        if hasattr(self.body, "step"):  # a trunk on the CPU kernels
+            found = self.body.step(tokens, cache, self.levels, self._output)
+        return super().step(tokens, cache) if found is None else found
 
     def new_layer(self) -> Any:
         """See ``HeadedFamily.new_layer``; never a sliding-window layer."""
