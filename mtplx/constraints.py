@@ -30,8 +30,7 @@ class Constraints:
     """min_tokens, a grammar and bans, at every position of a draft block.
 
     eos_ids are not allowed before ``min_tokens`` tokens are there.  banned: the ids that
-    ``logit_bias`` bans: the law does that, here they only tell where no token is left.  free:
-    whether there is none of these, nowhere.
+    ``logit_bias`` bans: the law does that, here they only tell where no token is left.
     """
 
     def __init__(
@@ -45,7 +44,7 @@ class Constraints:
         self.eos_ids, self.min_tokens, self.grammar = frozenset(eos_ids), min_tokens, grammar
         self.banned = sorted(banned)
         self._eos = np.array(sorted(eos_ids), dtype=np.int64)
-        self.free = grammar is None and not min_tokens and not self.banned
+        self._free = grammar is None and not min_tokens and not self.banned
         self._emitted = 0
         self._masks: dict[tuple[int, ...], Mask | None] = {}
 
@@ -66,7 +65,7 @@ class Constraints:
 
         Nothing follows an end of sequence or what is not allowed itself: there it is None too.
         """
-        if self.free:
+        if self._free:
             return None
         key = tuple(drafts)
         if key not in self._masks:
@@ -93,7 +92,7 @@ class Constraints:
         One that is not allowed stays, to be rejected, if it was drawn; if it is all that its q
         gives, it goes. Neither looks at what a draft that goes was drawn as, so the law stands.
         """
-        if self.free:
+        if self._free:
             return len(drafts)
         for i, (token, q) in enumerate(zip(drafts, q_rows, strict=True)):
             mask = self.mask(drafts[:i], q.vocab_size)

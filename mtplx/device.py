@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import mlx.core as mx
-import numpy as np
+
+from . import native
 
 
 def on_cpu() -> bool:
@@ -11,20 +12,22 @@ def on_cpu() -> bool:
     return bool(mx.default_device().type == mx.DeviceType.cpu)
 
 
-def rows_of(array: mx.array, rows: slice) -> mx.array:
-    """Some rows of an array that is computed, or soon needed.
+def rows_of(array: mx.array, first: int, last: int) -> mx.array:
+    """``array[first:last]`` of an array that is computed, or soon needed; 0 <= first <= last.
 
-    On a CPU they are copied: an operation, for which MLX goes to its thread and back, takes longer.
+    The CPU kernels copy float32: MLX's way to its thread and back takes longer.
     """
-    if on_cpu() and array.dtype == mx.float32:
-        return mx.array(np.asarray(array)[rows])
-    return array[rows]
+    if _by_kernel(array):
+        return native.loaded.rows(array, first, last)
+    return array[first:last]
 
 
 def raised(rows: mx.array, place: int, amount: float) -> mx.array:
-    """``rows``, (..., n), with ``amount`` more at one place of each."""
-    if on_cpu() and rows.dtype == mx.float32:
-        copy = np.array(rows)
-        copy[..., place] += np.float32(amount)
-        return mx.array(copy)
+    """``rows``, (..., n), with ``amount`` more at one place of each; likewise."""
+    if _by_kernel(rows):
+        return native.loaded.raised(rows, place, amount)
     return rows.at[..., place].add(amount)
+
+
+def _by_kernel(array: mx.array) -> bool:
+    return native.loaded is not None and array.dtype == mx.float32 and on_cpu()

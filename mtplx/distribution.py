@@ -166,14 +166,6 @@ def excess(p: Distribution, q: Distribution, scale: float = 1.0) -> tuple[Ids, F
     return ids[keep], mass[keep]
 
 
-def excess_shares(p: SparseDistribution, q: SparseDistribution, scale: float) -> tuple[Ids, Floats]:
-    """``excess`` divided by its sum."""
-    if native.loaded is not None:
-        return native.loaded.excess(p.token_ids, p.probs, q.token_ids, q.probs, scale, True)
-    ids, mass = excess(p, q, scale)
-    return ids, mass / mass.sum()
-
-
 def inverse_cdf(probs: Distribution, uniform: float) -> int:
     """The first id, ascending, at which the cumulative mass exceeds ``uniform`` in [0, 1)."""
     if not isinstance(probs, SparseDistribution):

@@ -115,7 +115,7 @@ class Engine:
             state.rollback(mark, sequence.tokens[start - 1 : start - 1 + taken])
         known = hidden if sequence.drafter.needs_hidden else None
         if known is not None and taken < len(known):
-            known = rows_of(known, slice(taken))
+            known = rows_of(known, 0, taken)
         sequence.drafter.observe(emitted[:taken], known)
         sequence.note(emitted[:taken], p_rows)
         shown = sequence.output.kept_tokens() - (start - sequence.prompt_length)

@@ -35,7 +35,7 @@ from .distribution import (
     SparseDistribution,
     _probability,
     as_dense,
-    excess_shares,
+    excess,
     inverse_cdf,
     same_vocabulary,
     vector,
@@ -234,8 +234,8 @@ def scaled_residual(target_p: Distribution, draft_q: Distribution, scale: float)
     """
     size = same_vocabulary(target_p, draft_q)
     if isinstance(target_p, SparseDistribution) and isinstance(draft_q, SparseDistribution):
-        ids, probs = excess_shares(target_p, draft_q, scale)
-        return SparseDistribution.unchecked(ids, probs, size) if ids.size else target_p
+        ids, mass = excess(target_p, draft_q, scale)
+        return SparseDistribution.unchecked(ids, mass / mass.sum(), size) if ids.size else target_p
     p = as_dense(target_p)
     for candidate in (scale * p - as_dense(draft_q), p):
         mass = np.where(np.isfinite(candidate) & (candidate > 0.0), candidate, 0.0)

@@ -61,8 +61,6 @@ class History:
         drafts: no more than ``constraints.usable``. Where constraints leave nothing to follow them
         all, the last row is an error that says so, raised if and when it is looked at.
         """
-        if self.constraints.free and not self._depends:
-            return sparse_distributions_from_mlx_logits(logits, self.config)
         prefixes = [drafts[:i] for i in range(len(drafts) + 1)]
         dead_end = self.constraints.dead_end(drafts, logits.shape[-1])
         if dead_end is None:

@@ -231,7 +231,9 @@ class State:
             if i in (skip or {}):
                 continue
             excess = leaf.offset - length
-            if excess > 0 and leaf.trim(excess) != excess:
+            if excess > 0 and type(leaf) in _TRIMMED:
+                leaf.offset = length
+            elif excess > 0 and leaf.trim(excess) != excess:
                 raise StateError(f"{type(leaf).__name__} did not give back {excess} tokens")
         self.length = length
 

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import mlx.core as mx
-import numpy as np
 import pytest
 
-from mtplx import device
+from mtplx import device, native
 
 TYPES = [mx.float32, mx.float16, mx.bfloat16]
 
 
-@pytest.fixture(params=[True, False], ids=["cpu", "gpu"])
+@pytest.fixture(params=[True, False], ids=["kernels", "mlx"])
 def place(request, monkeypatch):
+    if request.param and native.status().native is None:
+        pytest.skip("the CPU kernels are not installed")
     monkeypatch.setattr(device, "on_cpu", lambda: request.param)
 
 
@@ -20,10 +21,11 @@ def place(request, monkeypatch):
 @pytest.mark.usefixtures("place")
 def test_rows_are_rows(dtype):
     whole = mx.arange(12).reshape(4, 3).astype(dtype)
-    for rows in (slice(2), slice(-1, None), slice(1, 3), slice(0)):
-        found = device.rows_of(whole, rows)
-        assert found.dtype == dtype
-        assert mx.array_equal(found, whole[rows])
+    for first, last in ((0, 2), (3, 4), (1, 3), (0, 0), (4, 4), (0, 4)):
+        for array in (whole, whole.T[:, ::-1].T):
+            found = device.rows_of(array, first, last)
+            assert found.dtype == dtype
+            assert found.tolist() == array[first:last].tolist()
 
 
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
@@ -36,6 +38,17 @@ def test_one_place_is_raised_and_the_array_stays_as_it_is(dtype):
     assert rows.tolist() == [[0, 1, 2, 3], [4, 5, 6, 7]]
 
 
+def test_the_kernels_refuse_what_is_not_there():
+    kernels = native.status().native
+    if kernels is None:
+        pytest.skip("the CPU kernels are not installed")
+    for first, last in ((-1, 1), (2, 1), (0, 3)):
+        with pytest.raises(ValueError, match="no such rows"):
+            kernels.rows(mx.zeros((2, 2)), first, last)
+    for place in (-1, 2):
+        with pytest.raises(ValueError, match="no such place"):
+            kernels.raised(mx.zeros((2, 2)), place, 1.0)
+
+
 def test_the_default_device_is_asked_for():
     assert device.on_cpu() == (mx.default_device() == mx.cpu)
-    assert np.asarray(device.rows_of(mx.zeros((2, 2)), slice(1))).shape == (1, 2)

@@ -10,14 +10,10 @@ import pytest
 
 from mtplx import native as seam
 from mtplx import rng
-from mtplx.distribution import SparseDistribution, excess, excess_shares, support
+from mtplx.distribution import SparseDistribution, excess, support
 from mtplx.fast_sampling import _host_sparse_distribution
 from mtplx.sampler_config import SamplerConfig
-from mtplx.sampling import (
-    deterministic_top_k_order,
-    distribution_from_logits,
-    scaled_residual,
-)
+from mtplx.sampling import deterministic_top_k_order, distribution_from_logits
 
 WORD = 2**32 - 1
 INF = float("inf")
@@ -120,18 +116,6 @@ def test_the_excess_is_numpys_bit_for_bit(native, by_numpy, scale):
             for a, b in zip(found, expected, strict=True):
                 np.testing.assert_array_equal(a, b)
                 assert a.dtype == b.dtype
-
-
-@pytest.mark.parametrize("scale", [1.0, 0.37, 1e-300])
-def test_its_shares_are_numpys(native, by_numpy, scale):
-    generator = np.random.default_rng(5)
-    for _ in range(300):
-        p, q = random_law(generator, 60), random_law(generator, 60)
-        found, expected = excess_shares(p, q, scale), by_numpy(excess_shares, p, q, scale)
-        np.testing.assert_array_equal(found[0], expected[0])
-        np.testing.assert_allclose(found[1], expected[1], rtol=1e-14)
-    assert [part.size for part in excess_shares(p, p, 1.0)] == [0, 0]
-    assert scaled_residual(p, p, 1.0) is p
 
 
 def test_a_probability_is_found_by_its_id(native, by_numpy):

@@ -211,6 +211,10 @@ NB_MODULE(_core, m) {
   m.def("choose", &mtplx::choose, "name"_a, "Takes a level from now on; ValueError for one that is not there.");
   m.def("set_threads", &mtplx::set_threads, "threads"_a);
   m.def("threads", &mtplx::threads);
+  m.def("rows", &mtplx::rows_now, "x"_a, "first"_a, "last"_a, nb::call_guard<nb::gil_scoped_release>(),
+        "x[first:last] as float32, computed when it returns.");
+  m.def("raised", &mtplx::raise_now, "x"_a, "place"_a, "amount"_a, nb::call_guard<nb::gil_scoped_release>(),
+        "x (..., n) as float32 with `amount` more at [..., place], computed when it returns.");
   bind_matrix(m);
   bind_layers(m);
   bind_head(m);

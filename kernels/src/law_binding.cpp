@@ -47,8 +47,8 @@ mtplx::LawIsa isa_named(std::string name) {
   return name == "avx512" ? LawIsa::avx512 : name == "avx2" ? LawIsa::avx2 : LawIsa::portable;
 }
 
-nb::list laws(const float* rows, std::size_t count, std::size_t size, const mtplx::LawRequest& request,
-              const std::string& isa) {
+nb::list laws_of(const float* rows, std::size_t count, std::size_t size, const mtplx::LawRequest& request,
+                 const std::string& isa) {
   const mtplx::LawIsa chosen = isa_named(isa);
   mtplx::check_law(size, request);
   std::vector<mtplx::LawRow> found(count);
@@ -72,7 +72,7 @@ nb::list laws(const float* rows, std::size_t count, std::size_t size, const mtpl
 
 nb::list law_of_numpy(nb::ndarray<const float, nb::ndim<2>, nb::c_contig, nb::device::cpu> rows, double temperature,
                       double top_p, double min_p, std::int64_t top_k, const std::string& isa) {
-  return laws(rows.data(), rows.shape(0), rows.shape(1), {temperature, top_p, min_p, top_k}, isa);
+  return laws_of(rows.data(), rows.shape(0), rows.shape(1), {temperature, top_p, min_p, top_k}, isa);
 }
 
 nb::list law_of_mlx(const mlx::core::array& rows, double temperature, double top_p, double min_p, std::int64_t top_k,
@@ -83,7 +83,7 @@ nb::list law_of_mlx(const mlx::core::array& rows, double temperature, double top
     return mtplx::at_hand(rows);
   }();
   const auto count = static_cast<std::size_t>(ready.shape(0)), size = static_cast<std::size_t>(ready.shape(1));
-  return laws(ready.data<float>(), count, size, {temperature, top_p, min_p, top_k}, isa);
+  return laws_of(ready.data<float>(), count, size, {temperature, top_p, min_p, top_k}, isa);
 }
 
 // Threefry-2x32 with 20 rounds, and the upper 52 bits of its words as a number in (0, 1), as in mtplx/rng.py.
@@ -127,14 +127,11 @@ double probability(Given<std::int64_t> ids, Given<double> probs, std::int64_t id
   return found != end && *found == id ? probs.data()[found - ids.data()] : 0.0;
 }
 
-// (scale p - q)+ by id, both ascending: the ids where it is positive, and how much it is there. With `normalised`, as
-// shares of the whole.
-nb::tuple excess(Given<std::int64_t> p_ids, Given<double> p, Given<std::int64_t> q_ids, Given<double> q, double scale,
-                 bool normalised) {
+// (scale p - q)+ by id, both ascending: the ids where it is positive, and how much it is there.
+nb::tuple excess(Given<std::int64_t> p_ids, Given<double> p, Given<std::int64_t> q_ids, Given<double> q, double scale) {
   if (p_ids.size() != p.size() || q_ids.size() != q.size()) throw nb::value_error("ids and probs must be of one length");
   std::vector<std::int64_t> ids;
   std::vector<double> masses;
-  double sum = 0.0;
   for (std::size_t i = 0, j = 0; i < p.size(); ++i) {
     const std::int64_t id = p_ids.data()[i];
     while (j < q.size() && q_ids.data()[j] < id) ++j;
@@ -142,10 +139,6 @@ nb::tuple excess(Given<std::int64_t> p_ids, Given<double> p, Given<std::int64_t>
     if (!(mass > 0.0)) continue;
     ids.push_back(id);
     masses.push_back(mass);
-    sum += mass;
-  }
-  if (normalised) {
-    for (double& mass : masses) mass /= sum;
   }
   return nb::make_tuple(to_numpy(std::move(ids)), to_numpy(std::move(masses)));
 }
@@ -168,8 +161,7 @@ void bind_law(nb::module_& m) {
   m.def("uniform", &uniform, nb::arg("key0"), nb::arg("key1"), nb::arg("position"), nb::arg("id"),
         "mtplx.rng.uniforms of one id, bit for bit.");
   m.def("excess", &excess, nb::arg("p_ids"), nb::arg("p"), nb::arg("q_ids"), nb::arg("q"), nb::arg("scale"),
-        nb::arg("normalised") = false,
-        "mtplx.distribution.excess of sparse laws, ids ascending, bit for bit; or divided by its sum.");
+        "mtplx.distribution.excess of sparse laws, ids ascending, bit for bit.");
   m.def("probability", &probability, nb::arg("ids"), nb::arg("probs"), nb::arg("id"), "p(id), ids ascending; 0 outside.");
   m.def("race", &race, nb::arg("key0"), nb::arg("key1"), nb::arg("position"), nb::arg("ids"), nb::arg("probs"),
         "mtplx.rng.race on (n,) int64 ids, ascending, and float64 probabilities, positive.");

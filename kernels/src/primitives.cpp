@@ -335,4 +335,24 @@ mx::array multiply_now(const mx::array& x, const Weights& weights, const Vector&
   return out;
 }
 
+mx::array rows_now(const mx::array& x, int first, int last) {
+  if (x.ndim() == 0 || first < 0 || last < first || last > x.shape(0)) refuse("there are no such rows");
+  const mx::array from = at_hand(x);
+  mx::Shape shape = from.shape();
+  shape[0] = last - first;
+  mx::array out = empty(std::move(shape));
+  const std::size_t width = from.shape(0) > 0 ? from.size() / from.shape(0) : 0;
+  std::memcpy(out.data<float>(), from.data<float>() + first * width, out.nbytes());
+  return out;
+}
+
+mx::array raise_now(const mx::array& x, int place, float amount) {
+  if (x.ndim() == 0 || place < 0 || place >= x.shape(-1)) refuse("there is no such place");
+  const mx::array from = at_hand(x);
+  mx::array out = empty(from.shape());
+  std::memcpy(out.data<float>(), from.data<float>(), out.nbytes());
+  for (std::size_t i = place; i < out.size(); i += out.shape(-1)) out.data<float>()[i] += amount;
+  return out;
+}
+
 }  // namespace mtplx

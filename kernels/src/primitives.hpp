@@ -58,4 +58,8 @@ std::tuple<mx::array, mx::array, mx::array> step_trunk(const Packed& embedding, 
 // `multiply_op` in the same way: x (R, k) -> (R, n).
 mx::array multiply_now(const mx::array& x, const Weights& weights, const Vector& bias);
 
+// Rows [first, last) of x, and x with `amount` more at one place of its last axis, as float32, in the same way.
+mx::array rows_now(const mx::array& x, int first, int last);
+mx::array raise_now(const mx::array& x, int place, float amount);
+
 }  // namespace mtplx

@@ -147,7 +147,7 @@ class MTPDrafter:
             try:
                 out = self.attached.forward(part, mx.array(follow), self.cache)
                 waiting, lengths = self._feed_further(part, out)
-                last = out if len(out) == 1 else rows_of(out, slice(-1, None))
+                last = out if len(out) == 1 else rows_of(out, len(out) - 1, len(out))
                 mx.eval(out, waiting)  # and with it what it was computed from: the caches' rows
             except BaseException:
                 self._drop_drafts()

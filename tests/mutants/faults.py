@@ -22,7 +22,7 @@ NOT_ACCEPTED = "not accepts(draws.accept(start, i), p, q)"
 SPARSE_RESIDUAL = (
     "SparseDistribution.unchecked(ids, mass / mass.sum(), size) if ids.size else target_p"
 )
-BF16 = "(q.probs.astype(np.float32).view(np.uint32) & np.uint32(0xFFFF0000)).view(np.float32)"
+BF16 = "(q.probs.astype('f4').view('u4') & 0xFFFF0000).view('f4')"
 
 MUTANTS = [
     # --- the token rule
