@@ -55,7 +55,7 @@ struct Shim {
   std::string core;
   std::string error;
   std::atomic<bool> ready = false;
-  mtplx::Pool pool;
+  mtplx::Pool pool{4000};  // 0.1 ms: the pause between two products of a forward
   std::atomic<std::uint64_t> calls[3] = {};
   std::atomic<std::uint64_t> shared = 0;
 };

@@ -27,6 +27,10 @@ inline void pause_cpu() {
 
 class Pool {
  public:
+  // spins: how often a helper looks for work before it sleeps, of the order of 25 ns each. To wake one takes longer than a
+  // small product, so it should not sleep between two parts of a decode.
+  explicit Pool(int spins) : spins_(spins) {}
+
   // Starts `helpers` threads, which live as long as the process. Throws std::system_error if one cannot be started.
   void start(int helpers) {
     for (int i = 0; i < helpers; ++i) std::thread([this] { help(); }).detach();
@@ -62,7 +66,6 @@ class Pool {
 
  private:
   static constexpr int kSpinsBeforeYield = 1000;
-  static constexpr int kSpinsBeforeSleep = 4000;  // of the order of 0.1 ms: the pause between two products of a decode
 
   // The ticket holds an epoch and the number of tiles not claimed yet. A claim that succeeds keeps the caller of that
   // epoch in run(), so work_, context_ and tiles_ are valid from then until done_ is raised, and only then are they read.
@@ -88,7 +91,7 @@ class Pool {
       const std::uint64_t seen = ticket_.load(std::memory_order_acquire);
       if (static_cast<std::uint32_t>(seen) != 0) continue;
       bool changed = false;
-      for (int spins = 0; spins < kSpinsBeforeSleep && !changed; ++spins) {
+      for (int spins = 0; spins < spins_ && !changed; ++spins) {
         pause_cpu();
         changed = ticket_.load(std::memory_order_relaxed) != seen;
       }
@@ -99,6 +102,7 @@ class Pool {
     }
   }
 
+  const int spins_;
   std::mutex busy_;
   // On one cache line, which a helper that sees a new ticket then has: each line costs it about 0.1 us.
   alignas(64) std::atomic<std::uint64_t> ticket_{0};
