@@ -8,16 +8,16 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from . import native
+from . import __version__, native
 from .blas import describe, thread_count
 from .errors import MtplxError
 
-_PACKAGES = ("mtplx", "mtplx-kernels", "mlx", "mlx-lm", "numpy", "scipy-openblas32")
+_PACKAGES = ("mtplx-kernels", "mlx", "mlx-lm", "numpy", "scipy-openblas32")
 
 
 def versions() -> dict[str, str]:
     """Versions of Python and of the packages that figures depend on."""
-    found = {"python": platform.python_version()}
+    found = {"python": platform.python_version(), "mtplx": __version__}
     for package in _PACKAGES:
         try:
             found[package] = version(package)

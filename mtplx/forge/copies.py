@@ -1,7 +1,8 @@
 """How much a head's drafts gain from a look at what the text repeats.
 
 Where the latest n tokens occurred before, the token that followed there gets a bonus on its draft
-logit. The bonus of each n is the one that brings most acceptance on rows not trained on.
+logit. On rows not trained on, many bonuses of an n bring nearly the most acceptance; the highest of
+them is taken: what people ask about is copied more than what a model tells itself.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from .objective import rollout
 LONGEST = 5
 _GRID = np.arange(0.0, 8.01, 0.5)
 _TEMPERATURE = 0.6
+_NEARLY = 0.99
 
 
 def fit_copy_bonus(attached: AttachedHead, data: Data, depth: int) -> tuple[float, ...]:
@@ -36,7 +38,16 @@ def fit_copy_bonus(attached: AttachedHead, data: Data, depth: int) -> tuple[floa
             weights = np.asarray(part.weights)[0, j : j + rows]
             for at, length_, place in _matches(attached, tokens, rows, j):
                 kept[length_ - 1] += weights[at] * _acceptance(p[at], q[at], place)
-    return tuple(float(_GRID[best]) for best in kept.argmax(axis=1))
+    return highest_of_the_best(kept)
+
+
+def highest_of_the_best(kept: np.ndarray) -> tuple[float, ...]:
+    """For each match length the highest bonus that keeps nearly the most; 0 where nothing matched.
+
+    kept: (``LONGEST``, bonuses of the grid), drafts kept.
+    """
+    near = (kept >= _NEARLY * kept.max(axis=1, keepdims=True)) & (kept > 0)
+    return tuple(float(_GRID[np.flatnonzero(row)[-1]]) if row.any() else 0.0 for row in near)
 
 
 def _law(attached: AttachedHead, hidden: mx.array) -> mx.array:
