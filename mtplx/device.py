@@ -17,17 +17,15 @@ def rows_of(array: mx.array, first: int, last: int) -> mx.array:
 
     The CPU kernels copy float32: MLX's way to its thread and back takes longer.
     """
-    if _by_kernel(array):
+    if native.loaded is not None and array.dtype == mx.float32 and on_cpu():
         return native.loaded.rows(array, first, last)
     return array[first:last]
 
 
 def raised(rows: mx.array, place: int, amount: float) -> mx.array:
-    """``rows``, (..., n), with ``amount`` more at one place of each; likewise."""
-    if _by_kernel(rows):
+    """``rows``, (..., n), with ``amount`` more at one place of each; float32 on a CPU."""
+    if not on_cpu():
+        return rows.at[..., place].add(amount)
+    if native.loaded is not None:
         return native.loaded.raised(rows, place, amount)
-    return rows.at[..., place].add(amount)
-
-
-def _by_kernel(array: mx.array) -> bool:
-    return native.loaded is not None and array.dtype == mx.float32 and on_cpu()
+    return rows.astype(mx.float32).at[..., place].add(amount)

@@ -23,6 +23,7 @@ from .distribution import SparseDistribution
 from .drafters import Draft, Proposal
 from .errors import StateError
 from .sequence import Sequence
+from .state import State
 from .verify import Verdict, verify
 
 
@@ -99,7 +100,7 @@ class Engine:
                 self._run_ahead(sequence, logits)
             mx.eval(logits)
             ran = perf_counter()
-            with _law_stream(str(mx.default_device())) if state.runs_ahead else nullcontext():
+            with _beside_what_runs_ahead(state):
                 p_rows = sequence.history.laws(logits, draft.tokens)
             block = p_rows, draft.q_rows, draft.tokens, sequence.draws
             verdict = verify(sequence.rule, *block, start=start, eos_ids=sequence.eos_ids)
@@ -161,17 +162,20 @@ class Engine:
         return Draft(block[0][:usable], block[1][:usable], draft.source)
 
 
-def _law_stream(device: str) -> Any:
-    """The context of a stream for the law, which need not wait for a forward started ahead.
-
-    device: the default one's name.
-    """
-    return mx.stream(_stream_of(device))
+def _beside_what_runs_ahead(state: State) -> Any:
+    """The context of a law that does not wait for a forward started ahead."""
+    if not state.runs_ahead:
+        return nullcontext()
+    return mx.stream(_law_stream(str(mx.default_device())))
 
 
 @cache
-def _stream_of(device: str) -> mx.ThreadLocalStream:
-    """One a device: a stream is a thread. A ``mx.Device`` has no hash of its value."""
+def _law_stream(device: str) -> mx.ThreadLocalStream:
+    """A stream of the default device.
+
+    device: its name, by which there is one stream each: a ``mx.Device`` has no hash of its value,
+    and a stream is a thread.
+    """
     return mx.new_thread_local_stream(mx.default_device())
 
 

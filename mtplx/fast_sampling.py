@@ -22,7 +22,7 @@ import mlx.core as mx
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from .device import on_cpu
+from .device import on_cpu as _on_cpu
 from .distribution import Floats, SparseDistribution, inverse_cdf
 from .native import status as native_status
 from .penalties import bias_amounts, penalty_amounts, repeated_ids
@@ -153,7 +153,7 @@ def _host_sparse_distribution(
 
 def _kernels() -> Any:
     """The module with the CPU kernels, None where there is none or the device is another."""
-    return native_status().native if on_cpu() else None
+    return native_status().native if _on_cpu() else None
 
 
 def _host_mass(row: NDArray[np.float32], highest: np.float32, temperature: float) -> float:
@@ -281,7 +281,7 @@ def _laws_by_kernel(native: Any, rows: mx.array, config: SamplerConfig) -> list[
 def _distributions(
     rows: mx.array, config: SamplerConfig, candidates: int, *, needs_mass: bool
 ) -> list[SparseDistribution]:
-    find = _candidates_on_host if on_cpu() else _candidates_on_device
+    find = _candidates_on_host if _on_cpu() else _candidates_on_device
     ids, values, masses = find(rows, candidates, config.temperature if needs_mass else None)
     vocab = rows.shape[1]
     out = []

@@ -11,6 +11,7 @@ from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
 from mtplx.cpu_layers import Stack
 from mtplx.families import family_of
 from mtplx.native import status
+from mtplx.state import State
 
 native = status().native
 pytestmark = pytest.mark.skipif(native is None, reason="the CPU kernels are not installed")
@@ -86,6 +87,34 @@ def test_a_step_writes_its_own_caches_in_place_and_nobody_else_s():
     assert address() != first
     assert np.array_equal(np.array(held[..., :6, :]), before[2])
     assert not np.array_equal(rows_of(caches, 6)[2], before[2])
+
+
+@pytest.mark.parametrize("place", ["before the caches know", "between two caches"])
+def test_an_interrupted_step_is_taken_back(place, monkeypatch):
+    trunk, _ = fused_of("llama", 4)
+    state, fresh = State(family_of(trunk)), State(family_of(trunk))
+    for one in (state, fresh):
+        one.forward([1, 2, 3])
+    real = Stack.trunk_step
+
+    def cut(self, embedding, output, tokens, caches, levels):
+        before = [cache.offset for cache in caches]
+        real(self, embedding, output, tokens, caches, levels)
+        caches[2].offset = before[2]
+        if place == "before the caches know":
+            for cache, offset in zip(caches, before, strict=True):
+                cache.offset = offset
+        raise KeyboardInterrupt
+
+    mark = state.mark(4)
+    with monkeypatch.context() as patch:
+        patch.setattr(Stack, "trunk_step", cut)
+        with pytest.raises(KeyboardInterrupt):
+            state.forward([9, 9, 9, 9])
+    state.restore(mark)
+    assert [cache.offset for cache in state.caches] == [3, 3, 3]
+    found, expected = (np.array(one.forward([4, 5])[1]) for one in (state, fresh))
+    assert np.array_equal(found, expected)
 
 
 def test_a_step_refuses_what_does_not_fit():

@@ -24,7 +24,7 @@ std::atomic<const Kernels*>& current() {
 
 // Never destroyed: the helpers live as long as the process.
 struct Threads {
-  Pool pool{30000};  // 0.7 ms: what Python does between two forwards takes less
+  Pool pool{30000};  // 0.7 ms on x86: what Python does between two forwards takes less
   std::atomic<int> count{1};
   int helpers = 0;
 };

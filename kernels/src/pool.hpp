@@ -27,7 +27,7 @@ inline void pause_cpu() {
 
 class Pool {
  public:
-  // spins: how often a helper looks for work before it sleeps, of the order of 25 ns each. To wake one takes longer than a
+  // spins: how often a helper looks for work before it sleeps, of the order of 25 ns each on x86. To wake one takes longer than a
   // small product, so it should not sleep between two parts of a decode.
   explicit Pool(int spins) : spins_(spins) {}
 
