@@ -10,11 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from collections.abc import Sequence as Sequence_
-from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cache
 from time import perf_counter
-from typing import Any
 
 import mlx.core as mx
 
@@ -23,7 +21,6 @@ from .distribution import SparseDistribution
 from .drafters import Draft, Proposal
 from .errors import StateError
 from .sequence import Sequence
-from .state import State
 from .verify import Verdict, verify
 
 
@@ -100,7 +97,7 @@ class Engine:
                 self._run_ahead(sequence, logits)
             mx.eval(logits)
             ran = perf_counter()
-            with _beside_what_runs_ahead(state):
+            with mx.stream(_law_stream(str(mx.default_device()))):
                 p_rows = sequence.history.laws(logits, draft.tokens)
             block = p_rows, draft.q_rows, draft.tokens, sequence.draws
             verdict = verify(sequence.rule, *block, start=start, eos_ids=sequence.eos_ids)
@@ -162,16 +159,9 @@ class Engine:
         return Draft(block[0][:usable], block[1][:usable], draft.source)
 
 
-def _beside_what_runs_ahead(state: State) -> Any:
-    """The context of a law that does not wait for a forward started ahead."""
-    if not state.runs_ahead:
-        return nullcontext()
-    return mx.stream(_law_stream(str(mx.default_device())))
-
-
 @cache
 def _law_stream(device: str) -> mx.ThreadLocalStream:
-    """A stream of the default device.
+    """A stream of the default device for the law: it need not wait for a forward started ahead.
 
     device: its name, by which there is one stream each: a ``mx.Device`` has no hash of its value,
     and a stream is a thread.

@@ -133,11 +133,6 @@ class State:
         self._ahead = _Ahead(ids, outputs)
         mx.async_eval(outputs[1])
 
-    @property
-    def runs_ahead(self) -> bool:
-        """Whether a forward was started ahead and not taken over yet."""
-        return self._ahead is not None
-
     def drop_ahead(self) -> None:
         """Forget a forward that was started ahead."""
         self._ahead = None
