@@ -19,7 +19,7 @@ from mtplx.errors import ModelFileError, MtplxError, RequestError
 from mtplx.forge import run as forge_run
 from mtplx.forge.card import write_card
 from mtplx.forge.conversation import Kind, Layout, Seed, Style, read_seeds
-from mtplx.forge.copies import LONGEST, fit_copy_bonus, highest_of_the_best
+from mtplx.forge.copies import LONGEST, fit_copy_bonus
 from mtplx.forge.data import Data
 from mtplx.forge.distil import DataPlan, distil, read_shard, shard_path
 from mtplx.forge.objective import rollout
@@ -368,16 +368,6 @@ def test_the_copy_bonus_is_the_highest_of_the_best_by_brute_force(bundle, folder
         assert kept[n, bonus] >= enough * (1 - 1e-4), n
         higher = [kept[n, b] for b in np.arange(bonus + 0.5, 8.01, 0.5)]
         assert all(k < enough * (1 + 1e-4) for k in higher) or not enough, n
-
-
-def test_of_bonuses_that_keep_nearly_as_much_the_highest_is_taken():
-    grid = np.arange(0.0, 8.01, 0.5)
-    kept = np.zeros((LONGEST, len(grid)))
-    kept[0] = 100 - 3 * np.abs(grid - 1)  # falls by 1.5 a place
-    kept[1] = 100 - 0.9 * np.abs(grid - 2)
-    kept[2] = 100
-    kept[4, 0] = 1
-    assert highest_of_the_best(kept) == (1.0, 3.0, 8.0, 0.0, 0.0)
 
 
 def latest_match(known, whole):

@@ -10,6 +10,7 @@ from tiny import tiny_config
 
 from mtplx.draft_vocabulary import DraftVocabulary
 from mtplx.families import family_of
+from mtplx.forge.copies import LONGEST, highest_of_the_best
 from mtplx.forge.objective import _exp, losses, objective, rollout
 from mtplx.mtp_patch import attach_head, new_head
 
@@ -115,3 +116,16 @@ def test_each_depth_is_compared_with_the_law_of_its_own_position(attached):
         near = np.minimum(teacher, student).sum()
         assert float(accepted[depth - 1]) == pytest.approx(near, abs=5e-3)
     assert float(total) == pytest.approx(expected, rel=5e-3)
+
+
+# --- the copy bonus ---------------------------------------------------------------------------
+
+
+def test_of_bonuses_that_keep_nearly_as_much_the_highest_is_taken():
+    grid = np.arange(0.0, 8.01, 0.5)
+    kept = np.zeros((LONGEST, len(grid)))
+    kept[0] = 100 - 3 * np.abs(grid - 1)  # falls by 1.5 a place
+    kept[1] = 100 - 0.9 * np.abs(grid - 2)
+    kept[2] = 100
+    kept[4, 0] = 1
+    assert highest_of_the_best(kept) == (1.0, 3.0, 8.0, 0.0, 0.0)
