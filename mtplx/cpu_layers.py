@@ -25,6 +25,7 @@ from mlx_lm.models.cache import KVCache
 from mlx_lm.models.rope_utils import Llama3RoPE
 
 from .cpu_cache import Bank, BankedCache, bank_of
+from .device import on_cpu
 from .native import status
 
 __all__ = ["SERVED", "fuse", "is_fused", "plain_weights", "serves", "takes"]
@@ -38,8 +39,7 @@ _MODELS = (llama.LlamaModel, qwen2.Qwen2Model, qwen3.Qwen3Model)
 
 def serves(model_type: str | None) -> bool:
     """Whether ``fuse`` is for this ``model_type`` on the default device, with what there is."""
-    on_cpu = mx.default_device().type == mx.DeviceType.cpu
-    return on_cpu and model_type in SERVED and status().native is not None
+    return on_cpu() and model_type in SERVED and status().native is not None
 
 
 class PackedRows:

@@ -197,6 +197,8 @@ def read_head(
     """
     import mlx.core as mx
 
+    from .device import on_cpu
+
     config, file = read_config(folder), folder / WEIGHTS
     if not any_trunk:
         config.check_trunk(folder, provenance.files)
@@ -212,8 +214,7 @@ def read_head(
             raise ModelFileError(
                 f"{file}: tensor {DRAFT_IDS!r}: {e}", path=file, tensor=DRAFT_IDS
             ) from None
-    on_cpu = mx.default_device().type == mx.DeviceType.cpu
-    dtype = mx.float32 if on_cpu else family.embed(mx.zeros((1, 1), mx.int32)).dtype
+    dtype = mx.float32 if on_cpu() else family.embed(mx.zeros((1, 1), mx.int32)).dtype
     arrays = {name: array.astype(dtype) for name, array in arrays.items()}
     if bad := _not_finite(arrays):
         raise ModelFileError(f"{file}: tensor {bad!r} is not finite", path=file, tensor=bad)

@@ -139,9 +139,9 @@ def resolve_weights(weights: str, model_type: str | None) -> str:
     """
     if weights != "auto":
         return weights
-    import mlx.core as mx
+    from .device import on_cpu
 
-    if mx.default_device().type != mx.DeviceType.cpu:
+    if not on_cpu():
         return "packed"
     from mtplx import cpu_layers
 
@@ -345,8 +345,7 @@ def describe_run(form: str, stored: Mapping[str, str]) -> str:
     if form == "kernels":
         return f"{floats.get(kind, kind + ' packed')}, as stored; {native.describe()}"
     how = "dequantised" if kind not in floats else "as stored" if kind == "F32" else "widened"
-    import mlx.core as mx
+    from .device import on_cpu
 
-    on_cpu = mx.default_device().type == mx.DeviceType.cpu
-    without = on_cpu and native.status().native is None
+    without = on_cpu() and native.status().native is None
     return f"float32, {how}" + (f"; {native.describe()}" if without else "")

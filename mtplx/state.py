@@ -27,6 +27,7 @@ from mlx_lm.models.cache import (
 from .cpu_cache import BankedCache
 from .errors import StateError
 from .families import Family
+from .families.base import one_row
 from .recurrent import Tape, recording, watch
 
 # Of these, rows behind ``offset`` are no part of the cache: setting it back or forth is all.
@@ -147,8 +148,7 @@ class State:
             part = tokens[start : start + chunk]
             mark = self._snapshot(len(part))
             try:
-                rows = mx.array(np.asarray(part, dtype=np.int32)[None])
-                hidden = self.family.prefill(rows, self.caches)
+                hidden = self.family.prefill(one_row(part), self.caches)
                 mx.eval([leaf.state for leaf in _leaves(self.caches)], hidden)
             except BaseException:
                 self.restore(mark)

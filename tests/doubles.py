@@ -282,3 +282,18 @@ def race_margin(sequence: EngineSequence, logits: np.ndarray, at: int, one: int,
     with np.errstate(divide="ignore"):
         times = noise / p[ids]
     return float(abs(times[0] - times[1]) / times.min())
+
+
+def asked(stop: int) -> tuple[list[Any], Any, Any]:
+    """What a drafter asked for, in order, and a ``draw`` and a ``more`` of so many drafts."""
+    events: list[Any] = []
+
+    def draw(offset, q):
+        events.append(("draw", offset))
+        return int(np.argsort(-q.probs)[offset])
+
+    def more(confidences):
+        events.append(("more", list(confidences)))
+        return len(confidences) < stop
+
+    return events, draw, more

@@ -14,6 +14,7 @@ from doubles import (
     WRONG,
     ExactFamily,
     RandomDrafter,
+    asked,
     hashed_logits,
     new_sequence,
     randomise,
@@ -217,16 +218,7 @@ def fed(attached):
 
 @pytest.mark.parametrize("stop", range(5))
 def test_a_head_asks_before_each_draw_and_tells_placed_drafts_only(attached, stop):
-    events: list = []
-
-    def draw(offset, q):
-        events.append(("draw", offset))
-        return int(np.argsort(-q.probs)[offset])
-
-    def more(confidences):
-        events.append(("more", list(confidences)))
-        return len(confidences) < stop
-
+    events, draw, more = asked(stop)
     proposal = Proposal(
         lambda logits, *_: sparse_distribution_from_mlx_logits(logits, PLAIN), draw, 64, more
     )

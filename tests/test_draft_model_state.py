@@ -8,7 +8,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 import test_state
-from doubles import PLAIN, ExactFamily, check_state, hashed_logits, new_sequence
+from doubles import PLAIN, ExactFamily, asked, check_state, hashed_logits, new_sequence
 
 from mtplx.drafters import ModelDrafter, Proposal
 from mtplx.drafters.model import SharedVocabulary
@@ -86,16 +86,7 @@ def test_asking_twice_gives_the_same_draft():
 
 @pytest.mark.parametrize("stop", range(4))
 def test_it_asks_before_each_draw_and_runs_nothing_before_the_first_answer(stop):
-    events = []
-
-    def draw(offset, q):
-        events.append(("draw", offset))
-        return int(np.argsort(-q.probs)[offset])
-
-    def more(confidences):
-        events.append(("more", list(confidences)))
-        return len(confidences) < stop
-
+    events, draw, more = asked(stop)
     drafter = drafter_of()
     drafter.observe([3, 17, 5], None)
     draft = drafter.propose(8, proposal(draw, more))

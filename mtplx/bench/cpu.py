@@ -24,6 +24,7 @@ from .. import costs, heldout
 from .. import measure as heads
 from ..api import encode_prompt
 from ..blas import Choice, status, thread_count
+from ..device import on_cpu
 from ..errors import MtplxError
 from ..families import family_of
 from ..load import Bundle
@@ -104,7 +105,7 @@ def run(bundle: Bundle, *, full: bool = False) -> CpuReport:
 
     Raises ``MtplxError`` where the default device is not a CPU.
     """
-    if mx.default_device().type != mx.DeviceType.cpu:
+    if not on_cpu():
         raise MtplxError("bench cpu measures a CPU; MLX's default device here is another")
     parts: list[Callable[[_Run], None]] = [
         _plain, _rows, _step_costs, _bandwidth, _prefill, _default, _overhead, _law, _bitwise,

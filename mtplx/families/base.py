@@ -10,7 +10,12 @@ import mlx.core as mx
 import numpy as np
 from mlx_lm.models.base import create_attention_mask
 
-__all__ = ["Family", "HeadedFamily", "create_attention_mask"]
+__all__ = ["Family", "HeadedFamily", "create_attention_mask", "one_row"]
+
+
+def one_row(tokens: Sequence[int]) -> mx.array:
+    """The tokens of one sequence as a trunk takes them, (1, L)."""
+    return mx.array(np.asarray(tokens, dtype=np.int32)[None])
 
 
 class Family(ABC):
@@ -32,8 +37,7 @@ class Family(ABC):
 
     def step(self, tokens: Sequence[int], cache: list[Any]) -> tuple[mx.array | None, mx.array]:
         """``forward`` of one sequence: features (L, F) or None, logits (L, V)."""
-        rows = mx.array(np.asarray(tokens, dtype=np.int32)[None])
-        features, logits = self.forward(rows, cache)
+        features, logits = self.forward(one_row(tokens), cache)
         return None if features is None else features[0], logits[0]
 
     @abstractmethod

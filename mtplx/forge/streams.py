@@ -11,11 +11,12 @@ from itertools import pairwise
 
 import mlx.core as mx
 
+from ..device import on_cpu
+
 
 def stream_count() -> int:
     """How many queues pay on the default device."""
-    cpu = mx.default_device().type == mx.DeviceType.cpu
-    return 2 if cpu and (os.cpu_count() or 1) > 1 else 1
+    return 2 if on_cpu() and (os.cpu_count() or 1) > 1 else 1
 
 
 @cache
