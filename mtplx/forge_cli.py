@@ -38,7 +38,7 @@ def train(
         typer.Option(help="Seeds of the data: a text file, one a line, or .jsonl. Repeat."),
     ] = None,
     shards: Annotated[int, typer.Option(min=1, help="Data: 81,920 tokens each.")] = 16,
-    steps: Annotated[int, typer.Option(min=1, help="Training steps of 1,536 rows.")] = 1800,
+    steps: Annotated[int, typer.Option(min=1, help="Training steps of 1,536 rows.")] = 3300,
     depth: Annotated[int, typer.Option(min=1, max=16, help="Draft steps trained for.")] = 3,
     vocabulary: Annotated[
         int, typer.Option(min=0, help="Draft from so many ids, the most frequent; 0: all.")

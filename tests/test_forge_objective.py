@@ -11,7 +11,7 @@ from tiny import tiny_config
 from mtplx.draft_vocabulary import DraftVocabulary
 from mtplx.families import family_of
 from mtplx.forge.copies import LONGEST, highest_of_the_best
-from mtplx.forge.objective import _exp, losses, objective, rollout
+from mtplx.forge.objective import Objective, _exp, losses, rollout
 from mtplx.mtp_patch import attach_head, new_head
 
 LEVELS = (1,)
@@ -72,8 +72,10 @@ def test_the_loss_its_gradient_and_the_acceptance(temperature, share):
     z, t = 2 * random.standard_normal((2, 2, 3, 11))
     q, p = softmax(z / temperature), softmax(t / temperature)
     student, teacher = mx.array(z.astype(np.float32)), mx.array(t.astype(np.float32))
-    compare = objective(temperature, share)
-    loss, _, acceptance = compare(student, teacher)
+    compare = Objective(temperature, share)
+    law = compare.law(teacher)
+    np.testing.assert_allclose(np.asarray(law), p, rtol=4e-3)
+    loss, _, acceptance = compare(student, law)
     kept = np.minimum(p, q).sum(-1)
     want = -(p * np.log(q)).sum(-1) + share * (1 - kept)
     np.testing.assert_allclose(np.asarray(loss), want, rtol=4e-3)
@@ -86,13 +88,14 @@ def test_the_loss_its_gradient_and_the_acceptance(temperature, share):
         return ((entropy + share * (1 - kept)) * mx.array(weights)).sum()
 
     weights = random.random((2, 3)).astype(np.float32)
-    gradient = mx.grad(lambda s: (compare(s, teacher)[0] * mx.array(weights)).sum())(student)
+    gradient = mx.grad(lambda s: (compare(s, law)[0] * mx.array(weights)).sum())(student)
     np.testing.assert_allclose(np.asarray(gradient), np.asarray(mx.grad(plain)(student)), atol=4e-3)
 
 
 def test_a_perfect_student_has_acceptance_one_and_no_gradient():
     logits = mx.array(np.random.default_rng(2).standard_normal((1, 4, 7)).astype(np.float32))
-    _, gradient, acceptance = objective(0.7, 2.0)(logits, logits)
+    compare = Objective(0.7, 2.0)
+    _, gradient, acceptance = compare(logits, compare.law(logits))
     np.testing.assert_allclose(np.asarray(acceptance), 1.0, atol=1e-6)
     np.testing.assert_allclose(np.asarray(gradient), 0.0, atol=1e-6)
 
@@ -105,7 +108,7 @@ def test_each_depth_is_compared_with_the_law_of_its_own_position(attached):
     output = attached.family.output_rows(attached.vocabulary.ids)
     weights = mx.zeros(tokens.shape)
     weights[:, 2] = 1.0  # only the law at position 2: depth j predicts it from row 2 - j
-    total, accepted, mass = losses(attached, features, tokens, weights, output, DEPTH, objective())
+    total, accepted, mass = losses(attached, features, tokens, weights, output, DEPTH, Objective())
     assert np.asarray(mass).tolist() == [2.0, 2.0, 0.0, 0.0]
     states = rollout(attached, features[:, :rows], tokens, DEPTH)
     teacher = softmax(np.asarray(features[:, 2, :size] @ output.T, dtype=np.float64))

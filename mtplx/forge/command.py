@@ -22,7 +22,7 @@ class Request:
     out: Path
     prompts: tuple[Path, ...] = ()
     shards: int = 16
-    steps: int = 1800
+    steps: int = 3300
     depth: int = 3
     vocabulary: int = 8192
     seed: int = 0

@@ -10,6 +10,7 @@ import hashlib
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from time import perf_counter
 
@@ -25,7 +26,7 @@ from ..mtp_patch import headed_family
 from ..provenance import replacing
 from ..state import State
 from .conversation import Layout, Row, Seed, Style
-from .streams import queues, shares
+from .streams import shares, side_by_side
 
 
 @dataclass(frozen=True)
@@ -143,60 +144,49 @@ def _write(
     kinds = np.zeros((plan.rows, plan.length), np.uint8)
     streams = 1 if is_fused(bundle.trunk) else plan.streams
     groups = [
-        _Group(bundle, plan, stream, rows[part], tokens[part], kinds[part])
-        for stream, part in zip(queues(streams), shares(plan.rows, streams), strict=False)
+        _Group(bundle, plan, rows[part], tokens[part], kinds[part])
+        for part in shares(plan.rows, streams)
     ]
     for at in range(plan.length):
-        for group in groups:
-            group.start(at)
-        # One call for all: only then do the queues run side by side.
-        mx.eval([group.pending for group in groups])
-        for group in groups:
-            group.collect(at)
+        side_by_side(partial(_Group.advance, at=at), groups)
         on_progress(plan.rows)
     features = np.concatenate([group.features for group in groups])
     return Shard(tokens, kinds, features)
 
 
 class _Group:
-    """Rows that advance together on one device queue."""
+    """Rows that advance together, always on one thread."""
 
     def __init__(
         self,
         bundle: Bundle,
         plan: DataPlan,
-        stream: mx.Stream,
         rows: Sequence[Row],
         tokens: np.ndarray,
         kinds: np.ndarray,
     ):
         self._family = headed_family(bundle.trunk, plan.levels)
         self._cache = State(self._family).caches
-        self._stream = stream
         self._rows, self._tokens, self._kinds = rows, tokens, kinds
         self._sampled: list[int] = []  # rows whose next token is; the first one is given
         self._logits = np.zeros((0, 0), np.float32)  # of these rows
         self.features = np.zeros((len(rows), plan.length, 0), np.float16)
-        self.pending: list[mx.array] = []
 
-    def start(self, at: int) -> None:
-        """Put a token in column ``at`` of every row; ``pending`` is the forward over it."""
+    def advance(self, at: int) -> None:
+        """Put a token in column ``at`` of every row, and run the trunk over it."""
         logits = dict(zip(self._sampled, self._logits, strict=True))
         for i, row in enumerate(self._rows):
             self._tokens[i, at], self._kinds[i, at] = row.next(logits.get(i))
         self._sampled = [i for i, row in enumerate(self._rows) if not row.given]
-        with mx.stream(self._stream):
-            column = mx.array(self._tokens[:, at : at + 1])
-            features = self._family.prefill(column, self._cache)[:, 0]
-            self.pending = [features.astype(mx.float16)]
-            if self._sampled:
-                final = features[mx.array(self._sampled), : self._family.hidden_size]
-                self.pending.append(self._family.logits(final).astype(mx.float32))
-
-    def collect(self, at: int) -> None:
-        """Take what the forward gave."""
-        values, *logits = (np.asarray(array) for array in self.pending)
-        self._logits = logits[0] if logits else self._logits[:0]
+        column = mx.array(self._tokens[:, at : at + 1])
+        features = self._family.prefill(column, self._cache)[:, 0]
+        pending = [features.astype(mx.float16)]
+        if self._sampled:
+            final = features[mx.array(self._sampled), : self._family.hidden_size]
+            pending.append(self._family.logits(final).astype(mx.float32))
+        mx.eval(pending)
+        values, *found = (np.asarray(array) for array in pending)
+        self._logits = found[0] if found else self._logits[:0]
         if not self.features.size:
             self.features = np.zeros((*self._tokens.shape, values.shape[1]), np.float16)
         self.features[:, at] = values

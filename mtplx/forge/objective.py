@@ -8,6 +8,7 @@ embedding of token t + j, and attends to the committed rows up to t and to the r
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -83,21 +84,17 @@ def _softmax(logits: mx.array) -> tuple[mx.array, mx.array]:
     return weights * (1 / total), (highest + mx.log(total))[..., 0]
 
 
+def law(logits: mx.array, temperature: float) -> mx.array:
+    """Probabilities (..., V) at a temperature; no gradient goes through them."""
+    return mx.stop_gradient(_softmax(logits * (1 / temperature))[0])
+
+
 @cache
-def objective(temperature: float = 1.0, acceptance: float = 0.0) -> Any:
-    """A loss of student and teacher logits (B, R, V), with a gradient of its own.
-
-    Both laws are taken at ``temperature``. The function gives (B, R) the cross-entropy of the
-    student's law q to the teacher's p, plus ``acceptance`` times 1 - A; its gradient (B, R, V); and
-    A = sum_v min(p, q), (B, R), 1 minus the total variation: how often a draft from q is kept. To
-    raise A itself serves a head too small to meet p everywhere. The teacher gets no gradient.
-    """
-
+def _compared(temperature: float, acceptance: float) -> Any:
     @mx.custom_function
-    def loss(student: mx.array, teacher: mx.array) -> tuple[mx.array, mx.array, mx.array]:
+    def loss(student: mx.array, p: mx.array) -> tuple[mx.array, mx.array, mx.array]:
         z = student * (1 / temperature)
         q, log_total = _softmax(z)
-        p, _ = _softmax(teacher * (1 / temperature))
         entropy = log_total - (p * z).sum(axis=-1)
         kept = mx.minimum(p, q).sum(axis=-1)
         if not acceptance:
@@ -115,6 +112,32 @@ def objective(temperature: float = 1.0, acceptance: float = 0.0) -> Any:
     return loss
 
 
+@dataclass(frozen=True)
+class Objective:
+    """A loss of the student's logits and the teacher's law, with a gradient of its own.
+
+    temperature: of both laws.  acceptance: how much 1 - A counts beside the cross-entropy.
+    """
+
+    temperature: float = 1.0
+    acceptance: float = 0.0
+
+    def law(self, logits: mx.array) -> mx.array:
+        """The teacher's p, (..., V), of its logits."""
+        return law(logits, self.temperature)
+
+    def __call__(self, student: mx.array, p: mx.array) -> tuple[mx.array, mx.array, mx.array]:
+        """Of logits (B, R, V) and p (B, R, V), for each row: loss, gradient and A.
+
+        The loss, (B, R), is the cross-entropy of the student's law q to p, plus ``acceptance``
+        times 1 - A; the gradient is (B, R, V); and A = sum_v min(p, q), (B, R), 1 minus the total
+        variation, is how often a draft from q is kept. To raise A itself serves a head too small
+        to meet p everywhere. The teacher gets no gradient.
+        """
+        found: Any = _compared(self.temperature, self.acceptance)(student, p)
+        return found
+
+
 def losses(
     attached: AttachedHead,
     features: mx.array,
@@ -122,21 +145,21 @@ def losses(
     weights: mx.array,
     output: mx.array,
     depth: int,
-    compare: Any,
+    compare: Objective,
 ) -> tuple[mx.array, mx.array, mx.array]:
     """Summed loss, and by depth the weighted acceptance (depth,) and the weight (depth,).
 
     features: (B, R + depth, F), tokens: (B, R + depth).  weights: (B, R + depth), of the trunk's
     law at each position, which depth j of row t is to predict at t + j.  output: (V, D), the rows
-    of the trunk's output head for the ids that both laws are taken on.  compare: an ``objective``.
+    of the trunk's output head for the ids that both laws are taken on.
     """
     rows = features.shape[1] - depth
     states = rollout(attached, features[:, :rows], tokens, depth)
+    final = features[:, 1:, : states[0].shape[-1]].astype(output.dtype)
+    laws = compare.law(final @ output.T)
     total, accepted, mass = mx.zeros(()), [], []
     for j, state in enumerate(states, 1):
-        final = features[:, j : j + rows, : state.shape[-1]]
-        teacher = mx.stop_gradient(final.astype(output.dtype) @ output.T)
-        loss, _, acceptance = compare(state @ output.T, teacher)
+        loss, _, acceptance = compare(state @ output.T, laws[:, j - 1 : j - 1 + rows])
         weight = weights[:, j : j + rows]
         total = total + (loss * weight).sum()
         accepted.append((acceptance * weight).sum())

@@ -1,17 +1,23 @@
-"""Device queues that share a batch.
+"""Device queues that share a batch, each with a thread of its own.
 
 On a CPU, MLX multiplies on several cores and does everything else on one: two queues keep two busy.
+It takes two threads, too: one fills its queues in the order of the graph, and waits when a hundred
+operations are under way, which is before the second queue's turn.
 """
 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from functools import cache
 from itertools import pairwise
-
-import mlx.core as mx
+from typing import TypeVar
 
 from ..device import on_cpu
+
+T = TypeVar("T")
+R = TypeVar("R")
 
 
 def stream_count() -> int:
@@ -20,9 +26,22 @@ def stream_count() -> int:
 
 
 @cache
-def queues(count: int) -> tuple[mx.Stream, ...]:
-    """So many queues, the same ones each time: on a CPU each is a thread that never ends."""
-    return tuple(mx.new_stream(mx.default_device()) for _ in range(count))
+def _thread(number: int) -> ThreadPoolExecutor:
+    """One thread, the same one each time. What it computes goes to its own default queue."""
+    return ThreadPoolExecutor(1, f"mtplx-forge-{number}")
+
+
+def side_by_side(work: Callable[[T], R], items: Sequence[T]) -> list[R]:
+    """``work`` of each item, item i always on thread i; a single one on the caller's.
+
+    Arrays belong to the queue of the thread that makes them: ``work`` takes and gives evaluated
+    ones. Raises what ``work`` raises, when all have ended.
+    """
+    if len(items) == 1:
+        return [work(items[0])]
+    jobs = [_thread(i).submit(work, item) for i, item in enumerate(items)]
+    wait(jobs)
+    return [job.result() for job in jobs]
 
 
 def shares(count: int, parts: int) -> list[slice]:

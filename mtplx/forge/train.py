@@ -9,8 +9,10 @@ from __future__ import annotations
 import copy
 import json
 from dataclasses import asdict, dataclass
+from functools import partial
 from math import isfinite
 from pathlib import Path
+from threading import Lock
 from time import perf_counter
 from typing import Any
 
@@ -23,12 +25,13 @@ from mlx.utils import tree_flatten, tree_map, tree_unflatten
 from ..draft_vocabulary import DraftVocabulary
 from ..errors import ModelFileError, MtplxError, RequestError
 from ..load import Bundle
-from ..mtp_patch import MTPHead, attach_head, headed_family, new_head
+from ..mtp_patch import AttachedHead, MTPHead, attach_head, headed_family, new_head
 from ..precision import to_float32
 from ..provenance import replacing
 from .data import Batch, Data
-from .objective import losses, objective
-from .streams import queues, shares
+from .muon import Muon
+from .objective import Objective, losses
+from .streams import shares, side_by_side
 from .vocabulary import StepVocabulary, ranked
 
 
@@ -37,7 +40,7 @@ class TrainPlan:
     """What the weights are a function of, besides trunk and data.
 
     rows, window: of a batch, in sequences and draft rows of each.  depth: draft steps unrolled from
-    step ``second`` * steps on, with the ``objective`` of ``temperature`` and ``acceptance``;
+    step ``second`` * steps on, with the ``Objective`` of ``temperature`` and ``acceptance``;
     before, one step and plain cross-entropy.  matrix_rate, vector_rate: learning rates of Muon and
     AdamW, rising over ``warmup`` steps, falling linearly to 0 over the last ``decay`` share.
     vocabulary: how many ids the laws are compared on, the most frequent of the data; 0 is all.
@@ -45,11 +48,11 @@ class TrainPlan:
     """
 
     seed: int = 0
-    steps: int = 1800
+    steps: int = 3300
     rows: int = 12
     window: int = 128
     depth: int = 3
-    second: float = 0.6
+    second: float = 0.7
     temperature: float = 0.7
     acceptance: float = 2.0
     matrix_rate: float = 0.06
@@ -67,11 +70,11 @@ class TrainPlan:
         """Draft steps unrolled in a step."""
         return self.depth if step >= self.second * self.steps else 1
 
-    def objective_at(self, step: int) -> Any:
+    def objective_at(self, step: int) -> Objective:
         """What a step minimises."""
         if step >= self.second * self.steps:
-            return objective(self.temperature, self.acceptance)
-        return objective()
+            return Objective(self.temperature, self.acceptance)
+        return Objective()
 
     def rate_at(self, step: int) -> float:
         """The share of the learning rates that a step takes."""
@@ -93,7 +96,7 @@ def initial_head(bundle: Bundle, plan: TrainPlan, vocabulary: DraftVocabulary | 
 
 
 def _optimiser() -> optimizers.MultiOptimizer:
-    matrices = optimizers.Muon(learning_rate=0.0, weight_decay=0.0)
+    matrices = Muon(learning_rate=0.0)
     vectors = optimizers.AdamW(learning_rate=0.0, weight_decay=0.0, betas=[0.9, 0.98])
     return optimizers.MultiOptimizer([matrices, vectors], [lambda _, weight: weight.ndim == 2])
 
@@ -113,6 +116,10 @@ class Trainer:
         vocabulary = DraftVocabulary(np.sort(self.order), family.vocab_size)
         self.head = initial_head(bundle, plan, vocabulary if plan.vocabulary else None)
         self.attached = attach_head(bundle.trunk, self.head)
+        # Of the head in each stream: a gradient is taken by writing into what it is taken of.
+        copies = [copy.deepcopy(self.head) for _ in range(plan.streams)]
+        self._copies = [attach_head(bundle.trunk, head) for head in copies]
+        self._building = Lock()
         self._all_rows = family.output_rows(vocabulary.ids)
         self._ids = StepVocabulary(self.order, plan.core, plan.drawn, plan.seed)
         self.step = 0
@@ -159,17 +166,23 @@ class Trainer:
         weight = batch.weights[:, 1:].sum() * depth + 1e-6
         compare = self.plan.objective_at(self.step)
         output = self.attached.family.output_rows(self._ids.ids(self.step))
-        mx.eval(weight, output)
+        mx.eval(weight, output, self.head.parameters())  # all that the streams share
 
-        def loss_of(part: Batch) -> mx.array:
+        def loss_of(attached: AttachedHead, part: Batch) -> mx.array:
             parts = (part.features, part.tokens, part.weights, output)
-            return losses(self.attached, *parts, depth, compare)[0] / weight
+            return losses(attached, *parts, depth, compare)[0] / weight
 
-        found, count = [], self.plan.streams
-        for stream, share in zip(queues(count), shares(len(batch.tokens), count), strict=False):
-            with mx.stream(stream):
-                found.append(nn.value_and_grad(self.head, loss_of)(batch.part(share)))
-        mx.eval(found)  # one call for all: only then do the streams run side by side
+        def work(item: tuple[AttachedHead, slice]) -> Any:
+            attached, share = item
+            with self._building:
+                attached.head.update(self.head.parameters())
+                graph = nn.value_and_grad(attached.head, partial(loss_of, attached))
+                found = graph(batch.part(share))
+            mx.eval(found)
+            return found
+
+        parts = shares(len(batch.tokens), self.plan.streams)
+        found = side_by_side(work, list(zip(self._copies, parts, strict=False)))
         loss, gradients = found[0]
         for more, others in found[1:]:
             loss, gradients = loss + more, tree_map(mx.add, gradients, others)
@@ -179,7 +192,7 @@ class Trainer:
         depth = self.plan.depth
         batch = self.data.check(min(self.plan.window + depth, self.data.length))
         parts = (batch.features, batch.tokens, batch.weights, self._all_rows)
-        total, accepted, mass = losses(self.attached, *parts, depth, objective())
+        total, accepted, mass = losses(self.attached, *parts, depth, Objective())
         mx.eval(total, accepted, mass)
         loss, count = self._sums
         self.log.append(

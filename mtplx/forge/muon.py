@@ -1,0 +1,78 @@
+"""Muon (Jordan 2024, https://kellerjordan.github.io/posts/muon/): the optimiser of matrices.
+
+A matrix moves along U V^T, where U S V^T is its momentum. Found by a fixed number of steps
+X <- (a + b G + c G^2) X, G = X X^T, whose coefficients bring the singular values of X to 1 quickly
+(Amsel et al., The Polar Express, arXiv 2505.16932, table of section 3).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import mlx.core as mx
+import mlx.optimizers as optimizers
+
+# Of singular values from 1e-3 to 1, and not quite to 1: momentum needs no more.
+_STEPS = (
+    (8.2872, -23.5959, 17.3004),
+    (4.1071, -2.9478, 0.5448),
+    (3.9487, -2.9089, 0.5518),
+    (3.3184, -2.4885, 0.5100),
+    (2.3007, -1.6689, 0.4188),
+)
+# The first step's bound: no singular value above 1, whatever is lost to rounding.
+_MARGIN = 1.01
+
+
+def orthogonal(matrix: mx.array) -> mx.array:
+    """About U V^T of a matrix (m, n) = U S V^T.
+
+    All steps are polynomials of the first G, min(m, n) wide: their product is built there, and the
+    matrix itself is only read at both ends. For an oblong one that is half the work.
+    """
+    rows, columns = matrix.shape
+    x = matrix if rows <= columns else matrix.T
+    x = x / (_MARGIN * mx.linalg.norm(x) + 1e-7)
+    if 2 * x.shape[0] > x.shape[1]:
+        for a, b, c in _STEPS:
+            gram = x @ x.T
+            x = a * x + mx.addmm(b * gram, gram, gram, alpha=c) @ x
+    else:
+        x = _product(x @ x.T) @ x
+    return x if rows <= columns else x.T
+
+
+def _product(gram: mx.array) -> mx.array:
+    """The matrices that the steps multiply X by, multiplied: all are symmetric and commute."""
+    out = None
+    identity = mx.eye(gram.shape[0])
+    for left, (a, b, c) in enumerate(_STEPS, 1 - len(_STEPS)):
+        factor = mx.addmm(a * identity + b * gram, gram, gram, alpha=c)
+        out = factor if out is None else factor @ out
+        if left:
+            gram = factor @ (factor @ gram)
+    assert out is not None
+    return out
+
+
+class Muon(optimizers.Optimizer):
+    """Nesterov momentum, made orthogonal; a tall matrix moves by sqrt(rows / columns) times it."""
+
+    def __init__(self, learning_rate: float, momentum: float = 0.95):
+        super().__init__()
+        self._maybe_schedule("learning_rate", learning_rate)
+        self._momentum = momentum
+
+    def init_single(self, parameter: mx.array, state: dict[str, Any]) -> None:
+        """The momentum of one matrix."""
+        state["v"] = mx.zeros_like(parameter)
+
+    def apply_single(
+        self, gradient: mx.array, parameter: mx.array, state: dict[str, Any]
+    ) -> mx.array:
+        """One matrix, moved."""
+        keep = self._momentum
+        state["v"] = keep * state["v"] + (1 - keep) * gradient
+        update = orthogonal(keep * state["v"] + (1 - keep) * gradient)
+        rate = self.learning_rate * max(1.0, parameter.shape[0] / parameter.shape[1]) ** 0.5
+        return parameter - rate * update
