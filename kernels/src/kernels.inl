@@ -1,6 +1,6 @@
 // The kernels, written once over a vector type `V` that the including file defines in its own anonymous namespace.
 //
-// V: kLanes; Float, Int; load, store, set, add, sub, mul, div, fma, max (the second operand where one is NaN), min,
+// V: kLanes; Float, Int; load, hold (the same, in a register from here on), store, set, add, sub, mul, div, fma, max (the second operand where one is NaN), min,
 // load_words, store_words, words, keep (a mask's bits), right, left, right_of_halves, dot (of pairs of 16 bits),
 // nearest (whole number, ties to even), from_int, from_bits, bits, pow2, widen16 (kLanes float16), sum, sum4 (of four
 // vectors), largest; kRegisters, how many vectors there are.

@@ -66,9 +66,24 @@ void rotate(float* x, const float* cosines, const float* sines, int half) {
   }
 }
 
-// The scores of Q queries and 4 keys; the same order of sums as for any other Q.
+constexpr int kScores = kChunk + 64;
+
+// In a register for all Q queries: compilers load it again for each, and a load takes as long as a multiply-add.
 template <int Q>
-inline void scores_of(const float* q, int dim, const float* const* key, float* const* score) {
+inline F held(F v) {
+  return Q > 1 ? V::hold(v) : v;
+}
+
+// What 4 keys have behind their last whole vector.
+[[gnu::noinline]] void add_rest(const float* q, int d, int dim, const float* const* key, float* score) {
+  for (int t = 0; t < 4; ++t) {
+    for (int e = d; e < dim; ++e) score[t] += q[e] * key[t][e];
+  }
+}
+
+// The scores of Q queries, `kScores` apart, and 4 keys; the same order of sums as for any other Q.
+template <int Q>
+inline void scores_of(const float* q, int dim, const float* const* key, float* score) {
   F acc[Q][4];
 #pragma GCC unroll 2
   for (int i = 0; i < Q; ++i) {
@@ -79,7 +94,7 @@ inline void scores_of(const float* q, int dim, const float* const* key, float* c
   for (; d + W <= dim; d += W) {
     F k[4];
 #pragma GCC unroll 4
-    for (int t = 0; t < 4; ++t) k[t] = V::load(key[t] + d);
+    for (int t = 0; t < 4; ++t) k[t] = held<Q>(V::load(key[t] + d));
 #pragma GCC unroll 2
     for (int i = 0; i < Q; ++i) {
       const F v = V::load(q + i * dim + d);
@@ -89,10 +104,8 @@ inline void scores_of(const float* q, int dim, const float* const* key, float* c
   }
 #pragma GCC unroll 2
   for (int i = 0; i < Q; ++i) {
-    V::sum4(acc[i], score[i]);
-    for (int t = 0; t < 4; ++t) {
-      for (int e = d; e < dim; ++e) score[i][t] += q[i * dim + e] * key[t][e];
-    }
+    V::sum4(acc[i], score + i * kScores);
+    if (d < dim) add_rest(q + i * dim, d, dim, key, score + i * kScores);
   }
 }
 
@@ -111,7 +124,7 @@ inline int weigh(const float* const* p, int start, int limit, const float* value
     for (int t = start; t < limit; ++t, v += dim) {
       F value[B];
 #pragma GCC unroll 8
-      for (int a = 0; a < B; ++a) value[a] = V::load(v + a * W);
+      for (int a = 0; a < B; ++a) value[a] = held<Q>(V::load(v + a * W));
 #pragma GCC unroll 2
       for (int i = 0; i < Q; ++i) {
         const F w = V::set(p[i][t]);
@@ -144,19 +157,17 @@ inline void weighted_values(const float* const* p, int start, int limit, const f
 
 void attend(const float* q, int queries, const int* limit, const float* keys, const float* values, int dim,
             float* const* out) {
-  alignas(64) float scores[kQueries][kChunk + 64];
+  alignas(64) float scores[kQueries][kScores];
   int longest = 0;
   for (int i = 0; i < queries; ++i) longest = limit[i] > longest ? limit[i] : longest;
   for (int t = 0; t < longest; t += 4) {
     const float* key[4];
-    float* score[kQueries];
     for (int j = 0; j < 4; ++j) {  // past the end the last key stands again: its scores are overwritten below
       key[j] = keys + static_cast<std::size_t>(t + j < longest ? t + j : longest - 1) * dim;
     }
-    for (int i = 0; i < kQueries; ++i) score[i] = scores[i] + t;
     int i = 0;
-    for (; i + 2 <= queries; i += 2) scores_of<2>(q + i * dim, dim, key, score + i);
-    if (i < queries) scores_of<1>(q + i * dim, dim, key, score + i);
+    for (; i + 2 <= queries; i += 2) scores_of<2>(q + i * dim, dim, key, scores[i] + t);
+    if (i < queries) scores_of<1>(q + i * dim, dim, key, scores[i] + t);
   }
   for (int i = 0; i < queries; ++i) {
     const float minus_infinity = -__builtin_inff();

@@ -15,6 +15,10 @@ struct V {
   using Int = __m256i;
 
   static Float load(const float* p) { return _mm256_loadu_ps(p); }
+  static Float hold(Float v) {
+    asm("" : "+x"(v));
+    return v;
+  }
   static void store(float* p, Float v) { _mm256_storeu_ps(p, v); }
   static Float set(float v) { return _mm256_set1_ps(v); }
   static Float add(Float a, Float b) { return _mm256_add_ps(a, b); }

@@ -15,6 +15,10 @@ struct V {
   using Int = __m512i;
 
   static Float load(const float* p) { return _mm512_loadu_ps(p); }
+  static Float hold(Float v) {
+    asm("" : "+v"(v));
+    return v;
+  }
   static void store(float* p, Float v) { _mm512_storeu_ps(p, v); }
   static Float set(float v) { return _mm512_set1_ps(v); }
   static Float add(Float a, Float b) { return _mm512_add_ps(a, b); }

@@ -15,6 +15,10 @@ struct V {
   using Int = uint32x4_t;
 
   static Float load(const float* p) { return vld1q_f32(p); }
+  static Float hold(Float v) {
+    asm("" : "+w"(v));
+    return v;
+  }
   static void store(float* p, Float v) { vst1q_f32(p, v); }
   static Float set(float v) { return vdupq_n_f32(v); }
   static Float add(Float a, Float b) { return vaddq_f32(a, b); }

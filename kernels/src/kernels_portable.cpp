@@ -18,6 +18,7 @@ struct V {
     __builtin_memcpy(&v, p, 16);
     return v;
   }
+  static Float hold(Float v) { return v; }
   static void store(float* p, Float v) { __builtin_memcpy(p, &v, 16); }
   static Float set(float v) { return Float{v, v, v, v}; }
   static Float add(Float a, Float b) { return a + b; }

@@ -18,8 +18,8 @@ constexpr int kRowBlock = 32;
 constexpr int kRows = 6;
 // Positions whose scores are summed up together; chunks lie at multiples of it, whatever the rows.
 constexpr int kChunk = 64;
-// The most queries that one call of `attend` takes.
-constexpr int kQueries = 4;
+// The most queries that one call of `attend` takes: it reads keys and values once for all of them.
+constexpr int kQueries = 12;
 
 enum class Format : int { kQ4 = 0, kQ8 = 1, kBfloat16 = 2, kFloat16 = 3, kFloat32 = 4 };
 enum class ScaleType : int { kFloat32 = 0, kFloat16 = 1, kBfloat16 = 2 };

@@ -6,10 +6,12 @@
 #include <cstdio>
 #include <cstring>
 #include <functional>
+#include <map>
 #include <numeric>
 #include <random>
 #include <string>
 #include <thread>
+#include <utility>
 
 #include "dispatch.hpp"
 #include "law.cpp"  // no library has it without MLX
@@ -133,9 +135,9 @@ using Layers = std::vector<std::shared_ptr<const mtplx::Layer>>;
 
 // The outputs and features of `length` rows of each sequence, `step` at a time, in caches whose room depends on it.
 std::vector<float> run_layers(const Layers& layers, const std::vector<float>& x, int length, int step, int sequences = 1) {
-  const int hidden = layers[0]->hidden(), capacity = length + step;
+  const int hidden = layers[0]->hidden(), dim = layers[0]->dim, capacity = length + step;
   const mtplx::Features features{{1}, 1e-5f, mtplx::Vector(hidden, 1.5f)};
-  std::vector<std::vector<float>> memory(4, std::vector<float>(static_cast<std::size_t>(2) * sequences * capacity * 24, NAN));
+  std::vector<std::vector<float>> memory(4, std::vector<float>(static_cast<std::size_t>(2) * sequences * capacity * dim, NAN));
   std::vector<mtplx::CacheView> caches;
   for (int i = 0; i < 2; ++i) caches.push_back({memory[2 * i].data(), memory[2 * i + 1].data(), capacity});
   std::vector<float> out(static_cast<std::size_t>(sequences) * length * hidden * 2);
@@ -156,13 +158,13 @@ std::vector<float> run_layers(const Layers& layers, const std::vector<float>& x,
 
 // The same rows in steps of other sizes, or beside other sequences: the same bits. On another level: nearly the same numbers. With NaN in a row:
 // NaN in all that see it, and the same bits before it.
-void check_layers(int window, const std::string& level) {
-  const std::string name = level + (window == 0 ? " layers" : " window");
+void check_layers(int window, int dim, const std::string& level) {
+  const std::string name = level + (window == 0 ? " layers" : " window") + " of heads of " + std::to_string(dim);
   const int hidden = 128, length = 300, broken = 130;
-  static std::vector<float> first[2];
+  static std::map<std::pair<int, int>, std::vector<float>> first;
   engine.seed(7);  // the same numbers for every level
   Layers layers;
-  for (int i = 0; i < 2; ++i) layers.push_back(layer(hidden, 6, 2, 24, 192, window));
+  for (int i = 0; i < 2; ++i) layers.push_back(layer(hidden, 6, 2, dim, 192, window));
   std::vector<float> x = numbers(static_cast<std::size_t>(length) * hidden);
   const std::vector<float> expected = run_layers(layers, x, length, 300);
   for (const float v : expected) {
@@ -182,7 +184,7 @@ void check_layers(int window, const std::string& level) {
              name + ": a sequence differs alone, in steps of " + std::to_string(step));
     }
   }
-  std::vector<float>& other = first[window == 0 ? 0 : 1];
+  std::vector<float>& other = first[{window, dim}];
   if (other.empty()) other = expected;
   float largest = 0.0f, size = 0.0f;
   for (std::size_t i = 0; i < other.size(); ++i) {
@@ -276,8 +278,9 @@ int main(int argc, char** argv) {
         check_product(dense(65, 37, Format::kFloat16), rows, level + " float16");
         check_product(dense(65, 37, Format::kBfloat16), rows, level + " bfloat16");
       }
-      check_layers(0, level);
-      check_layers(50, level);
+      for (const int window : {0, 50}) {
+        for (const int dim : {24, 20}) check_layers(window, dim, level);  // 20: vectors end before a head does
+      }
     }
     check_law();
   }
