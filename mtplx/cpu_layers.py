@@ -351,7 +351,7 @@ def fuse(trunk: Any) -> bool:
     model = trunk.model
     _swap_matrices(trunk)
     trunk.set_dtype(mx.float32)
-    mx.eval(trunk.parameters())
+    mx.eval(trunk)
     if not isinstance(model, _MODELS):
         return False
     size = getattr(model, "sliding_window", None) or 0

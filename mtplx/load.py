@@ -172,7 +172,7 @@ def _load_gguf(source: str, file: gguf.GgufFile, form: str) -> Parts:
         _set_rope_factors(model, config, mx.array(factors))
     model.eval()
     load_strictly(model, list(arrays.items()), path=file.path)
-    mx.eval(model.parameters())
+    mx.eval(model)  # not its parameters alone: a rope keeps frequencies beside them
     provenance = Provenance(
         source, file.path, (file.path,), "llama", gguf_llama.describe(file),
         describe_run(form, gguf_llama.quantisation(file)),
@@ -226,7 +226,7 @@ def _load_directory(source: str, checkpoint: Checkpoint, form: str) -> Parts:
     parameters = get_total_parameters(model)
     if form == "float32":
         to_float32(model)
-    mx.eval(model.parameters())
+    mx.eval(model)
     provenance = Provenance(
         source, checkpoint.path, checkpoint.files, checkpoint.config["model_type"],
         checkpoint.describe(), describe_run(form, checkpoint.quantisation()), parameters, config,

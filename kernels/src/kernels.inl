@@ -1,9 +1,9 @@
 // The kernels, written once over a vector type `V` that the including file defines in its own anonymous namespace.
 //
-// V: kLanes; Float, Int; load, hold (the same, in a register from here on), store, set, add, sub, mul, div, fma, max (the second operand where one is NaN), min,
-// load_words, store_words, words, keep (a mask's bits), right, left, right_of_halves, dot (of pairs of 16 bits),
-// nearest (whole number, ties to even), from_int, from_bits, bits, pow2, widen16 (kLanes float16), sum, sum4 (of four
-// vectors), largest; kRegisters, how many vectors there are.
+// V: kLanes; Float, Int; load, hold (the same, in a register from here on), store, set, add, sub, mul, div, fma, max (the
+// second operand where one is NaN), min, load_words, store_words, words, keep (a mask's bits), right, left,
+// right_of_halves, dot (of pairs of 16 bits), nearest (whole number, ties to even), from_int, from_bits, bits, pow2,
+// widen16 (kLanes float16), sum, sum4 (of four vectors), largest; kRegisters, how many vectors there are.
 // No function of the standard library is called here: one instantiated with this file's flags might replace another's.
 
 constexpr int W = V::kLanes;

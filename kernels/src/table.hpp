@@ -18,7 +18,7 @@ constexpr int kRowBlock = 32;
 constexpr int kRows = 6;
 // Positions whose scores are summed up together; chunks lie at multiples of it, whatever the rows.
 constexpr int kChunk = 64;
-// The most queries that one call of `attend` takes: it reads keys and values once for all of them.
+// The most queries that one call of `attend` takes. They share what it brings into the caches.
 constexpr int kQueries = 12;
 
 enum class Format : int { kQ4 = 0, kQ8 = 1, kBfloat16 = 2, kFloat16 = 3, kFloat32 = 4 };

@@ -1,8 +1,9 @@
 """Muon (Jordan 2024, https://kellerjordan.github.io/posts/muon/): the optimiser of matrices.
 
 A matrix moves along U V^T, where U S V^T is its momentum. Found by a fixed number of steps
-X <- (a + b G + c G^2) X, G = X X^T, whose coefficients bring the singular values of X to 1 quickly
-(Amsel et al., The Polar Express, arXiv 2505.16932, table of section 3).
+X <- (a + b G + c G^2) X, G = X X^T, whose coefficients bring the singular values of X near 1 in as
+few steps as can be (Amsel et al., The Polar Express, arXiv 2505.16932, algorithm 1; without its
+deflation, which is for 16 bits).
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.optimizers as optimizers
 
-# Of singular values from 1e-3 to 1, and not quite to 1: momentum needs no more.
+# Singular values from 1e-3 to 1 come to 0.88 to 1.12, smaller ones nearer to 1 than they were.
 _STEPS = (
     (8.2872, -23.5959, 17.3004),
     (4.1071, -2.9478, 0.5448),
@@ -27,13 +28,14 @@ _MARGIN = 1.01
 def orthogonal(matrix: mx.array) -> mx.array:
     """About U V^T of a matrix (m, n) = U S V^T.
 
-    All steps are polynomials of the first G, min(m, n) wide: their product is built there, and the
-    matrix itself is only read at both ends. For an oblong one that is half the work.
+    What the steps multiply X by are polynomials of the first G, min(m, n) wide. For a matrix twice
+    as long as wide or longer their product is built there, and X is only read at both ends: of
+    1:2.7 it takes 0.7 of the work, of 1:5 half of it.
     """
     rows, columns = matrix.shape
     x = matrix if rows <= columns else matrix.T
-    x = x / (_MARGIN * mx.linalg.norm(x) + 1e-7)
-    if 2 * x.shape[0] > x.shape[1]:
+    x = x / mx.maximum(_MARGIN * mx.linalg.norm(x), 1e-30)
+    if x.shape[1] < 2 * x.shape[0]:
         for a, b, c in _STEPS:
             gram = x @ x.T
             x = a * x + mx.addmm(b * gram, gram, gram, alpha=c) @ x

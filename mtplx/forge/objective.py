@@ -8,6 +8,7 @@ embedding of token t + j, and attends to the committed rows up to t and to the r
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -84,13 +85,11 @@ def _softmax(logits: mx.array) -> tuple[mx.array, mx.array]:
     return weights * (1 / total), (highest + mx.log(total))[..., 0]
 
 
-def law(logits: mx.array, temperature: float) -> mx.array:
-    """Probabilities (..., V) at a temperature; no gradient goes through them."""
-    return mx.stop_gradient(_softmax(logits * (1 / temperature))[0])
+Compared = tuple[mx.array, mx.array, mx.array]
 
 
 @cache
-def _compared(temperature: float, acceptance: float) -> Any:
+def _compared(temperature: float, acceptance: float) -> Callable[[mx.array, mx.array], Compared]:
     @mx.custom_function
     def loss(student: mx.array, p: mx.array) -> tuple[mx.array, mx.array, mx.array]:
         z = student * (1 / temperature)
@@ -123,10 +122,10 @@ class Objective:
     acceptance: float = 0.0
 
     def law(self, logits: mx.array) -> mx.array:
-        """The teacher's p, (..., V), of its logits."""
-        return law(logits, self.temperature)
+        """The teacher's p, (..., V), of its logits; no gradient goes through it."""
+        return mx.stop_gradient(_softmax(logits * (1 / self.temperature))[0])
 
-    def __call__(self, student: mx.array, p: mx.array) -> tuple[mx.array, mx.array, mx.array]:
+    def __call__(self, student: mx.array, p: mx.array) -> Compared:
         """Of logits (B, R, V) and p (B, R, V), for each row: loss, gradient and A.
 
         The loss, (B, R), is the cross-entropy of the student's law q to p, plus ``acceptance``
@@ -134,8 +133,7 @@ class Objective:
         variation, is how often a draft from q is kept. To raise A itself serves a head too small
         to meet p everywhere. The teacher gets no gradient.
         """
-        found: Any = _compared(self.temperature, self.acceptance)(student, p)
-        return found
+        return _compared(self.temperature, self.acceptance)(student, p)
 
 
 def losses(

@@ -12,7 +12,6 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from math import isfinite
 from pathlib import Path
-from threading import Lock
 from time import perf_counter
 from typing import Any
 
@@ -91,7 +90,7 @@ def initial_head(bundle: Bundle, plan: TrainPlan, vocabulary: DraftVocabulary | 
     weight[:, size : 2 * size] = np.eye(size)
     head.fc.weight = mx.array(weight)
     head.set_dtype(mx.float32)
-    mx.eval(head.parameters())
+    mx.eval(head)  # not its parameters alone: a rope's frequencies are none
     return head
 
 
@@ -116,10 +115,9 @@ class Trainer:
         vocabulary = DraftVocabulary(np.sort(self.order), family.vocab_size)
         self.head = initial_head(bundle, plan, vocabulary if plan.vocabulary else None)
         self.attached = attach_head(bundle.trunk, self.head)
-        # Of the head in each stream: a gradient is taken by writing into what it is taken of.
+        # One head a stream: to take a gradient writes into the module that it is taken of.
         copies = [copy.deepcopy(self.head) for _ in range(plan.streams)]
         self._copies = [attach_head(bundle.trunk, head) for head in copies]
-        self._building = Lock()
         self._all_rows = family.output_rows(vocabulary.ids)
         self._ids = StepVocabulary(self.order, plan.core, plan.drawn, plan.seed)
         self.step = 0
@@ -174,10 +172,8 @@ class Trainer:
 
         def work(item: tuple[AttachedHead, slice]) -> Any:
             attached, share = item
-            with self._building:
-                attached.head.update(self.head.parameters())
-                graph = nn.value_and_grad(attached.head, partial(loss_of, attached))
-                found = graph(batch.part(share))
+            attached.head.update(self.head.parameters())
+            found = nn.value_and_grad(attached.head, partial(loss_of, attached))(batch.part(share))
             mx.eval(found)
             return found
 
