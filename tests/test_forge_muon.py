@@ -43,7 +43,7 @@ def test_singular_values_take_these_steps_and_vectors_stay(rows, columns, scale)
     expected = steps_of(values / (_MARGIN * np.linalg.norm(values)))
     np.testing.assert_allclose(np.diag(inside), expected, atol=1e-2)
     np.testing.assert_allclose(inside - np.diag(np.diag(inside)), 0, atol=5e-3)
-    np.testing.assert_allclose(u @ inside @ vt, found, atol=1e-3)
+    np.testing.assert_allclose(u @ inside @ vt, found, atol=5e-3)
 
 
 def test_nothing_moves_along_no_gradient():
