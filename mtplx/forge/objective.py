@@ -8,7 +8,6 @@ embedding of token t + j, and attends to the committed rows up to t and to the r
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -85,11 +84,8 @@ def _softmax(logits: mx.array) -> tuple[mx.array, mx.array]:
     return weights * (1 / total), (highest + mx.log(total))[..., 0]
 
 
-Compared = tuple[mx.array, mx.array, mx.array]
-
-
 @cache
-def _compared(temperature: float, acceptance: float) -> Callable[[mx.array, mx.array], Compared]:
+def _compared(temperature: float, acceptance: float) -> Any:
     @mx.custom_function
     def loss(student: mx.array, p: mx.array) -> tuple[mx.array, mx.array, mx.array]:
         z = student * (1 / temperature)
@@ -125,7 +121,7 @@ class Objective:
         """The teacher's p, (..., V), of its logits; no gradient goes through it."""
         return mx.stop_gradient(_softmax(logits * (1 / self.temperature))[0])
 
-    def __call__(self, student: mx.array, p: mx.array) -> Compared:
+    def __call__(self, student: mx.array, p: mx.array) -> tuple[mx.array, mx.array, mx.array]:
         """Of logits (B, R, V) and p (B, R, V), for each row: loss, gradient and A.
 
         The loss, (B, R), is the cross-entropy of the student's law q to p, plus ``acceptance``
@@ -133,7 +129,8 @@ class Objective:
         variation, is how often a draft from q is kept. To raise A itself serves a head too small
         to meet p everywhere. The teacher gets no gradient.
         """
-        return _compared(self.temperature, self.acceptance)(student, p)
+        found: Any = _compared(self.temperature, self.acceptance)(student, p)
+        return found
 
 
 def losses(
