@@ -82,6 +82,14 @@ def _is_plain(head: MTPHead) -> bool:
     )
 
 
+def rounded(weight: mx.array) -> mx.array:
+    """What the packed copy of a matrix (N, K) holds, but for the 16 bits of its scales."""
+    if weight.shape[1] % GROUP_SIZE:
+        return weight
+    form = {"group_size": GROUP_SIZE, "bits": BITS}
+    return mx.dequantize(*mx.quantize(weight, **form), **form)
+
+
 def _pack(weight: mx.array, bias: mx.array | None = None) -> Any:
     """A float matrix (N, K) in the kernels' layout: ``BITS`` bits if the group size divides K."""
     native, weight = status().native, weight.astype(mx.float32)

@@ -108,7 +108,9 @@ def test_each_depth_is_compared_with_the_law_of_its_own_position(attached):
     output = attached.family.output_rows(attached.vocabulary.ids)
     weights = mx.zeros(tokens.shape)
     weights[:, 2] = 1.0  # only the law at position 2: depth j predicts it from row 2 - j
-    total, accepted, mass = losses(attached, features, tokens, weights, output, DEPTH, Objective())
+    total, accepted, mass = losses(
+        attached, features, tokens, weights, (output, output), DEPTH, Objective()
+    )
     assert np.asarray(mass).tolist() == [2.0, 2.0, 0.0, 0.0]
     states = rollout(attached, features[:, :rows], tokens, DEPTH)
     teacher = softmax(np.asarray(features[:, 2, :size] @ output.T, dtype=np.float64))

@@ -26,85 +26,7 @@ _NEEDED: dict[str, dict[str, type]] = {
     MEASUREMENT: {"head": str, "figures": dict, "by_temperature": dict, "command": str},
 }  # fmt: skip
 
-_CARD = """\
----
-license: {license}
-base_model: {base_model}
-library_name: mlx
-pipeline_tag: text-generation
-tags:
-- mlx
-- mtplx
-- multi-token-prediction
-- speculative-decoding
----
-
-# MTP head for {name}
-
-A multi-token-prediction (MTP) head that drafts for `{name}` in mtplx. It is no model on its own:
-it reads the hidden states of that model, the trunk, and drafts the next tokens, which one forward
-pass of the trunk then checks. The text follows the law of the trunk; the head only makes it come
-sooner.
-
-## Use
-
-Download this repository into a directory, `head` below. `mtplx inspect` says what is used.
-
-```sh
-mtplx generate "Name three rivers." --model {model} --head ./head
-```
-
-```python
-import mtplx
-
-bundle = mtplx.load("{model}", head="./head")
-print(mtplx.generate(bundle, "Name three rivers.").text)
-```
-
-In the trunk's own directory `mtp.safetensors` and `mtp_config.json` are found without `--head`.
-
-## Measured
-
-AR is plain decoding, one token a forward pass. Acceptance is that of drafted tokens, by position
-in the draft; the acceptance length is the tokens emitted a round, so AR has exactly one.
-
-{temperatures}
-
-{figures}
-
-Measured by `{measured_by}`:
-
-{measured_with}
-{notes}
-## What is exact
-
-- Sampled tokens follow the law of plain decoding with the same parameters, whatever is drafted:
-  temperature, filters, penalties and biases included. A worse head is slower, never wrong.
-- Under a seed and the coupled rule the output is that of plain decoding, token for token, where
-  the two forward passes give the same logits.
-- Not exact: a pass over several tokens rounds otherwise than one over a single token, so outputs
-  may part at a near-tie. And nothing is promised about speed on other machines, prompts or
-  sampling parameters.
-
-## Limits
-
-- The head belongs to the trunk with the sha256 below; another one is refused unless
-  `--any-trunk` is given.
-- It was trained on text that the trunk wrote by itself, so it drafts best what the trunk likes to
-  say; other languages and subjects than the prompts' are accepted less often.
-
-## Training
-
-![Loss and acceptance while training]({plot})
-
-By `{trained_by}`:
-
-{training}
-
-The last check, on rows that were not trained on:
-
-{last}
-"""
+_TEMPLATE = Path(__file__).with_name("card.md")
 
 
 def card(folder: Path) -> str:
@@ -115,7 +37,7 @@ def card(folder: Path) -> str:
             raise ModelFileError(f"{folder / name} is about another head", path=folder / name)
     apart = {"command", "license", "base_model", "model", "log", "head"}
     shown = {"figures", "by_temperature", "command", "notes", "head"}
-    return _CARD.format(
+    return _TEMPLATE.read_text(encoding="utf-8").format(
         license=json.dumps(training["license"].lower()),
         base_model=json.dumps(training["base_model"]),
         name=training["base_model"],

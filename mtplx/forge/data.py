@@ -35,6 +35,8 @@ class Batch:
 class Data:
     """The shards of a folder. The last ``held_out`` rows are for checks, never for training.
 
+    Nor are rows that have a seed in common with these, for checks to be of new prompts, unless
+    seeds are so few that it would be most rows.
     forbidden: texts, as token ids, that must not be learnt from: a row that shares
     ``_SHARED_TOKENS`` consecutive tokens with one of them is left out.
     """
@@ -61,7 +63,11 @@ class Data:
         count = len(self.tokens)
         held_out = min(held_out, count // 4)
         free = np.setdiff1d(np.arange(count), self.left_out)
-        self.training, self.held = free[free < count - held_out], free[free >= count - held_out]
+        rest, self.held = free[free < count - held_out], free[free >= count - held_out]
+        seeds = [_seeds(*row) for row in zip(self.tokens, self.kinds, strict=True)]
+        known = {seed for row in self.held for seed in seeds[row]}
+        new = rest[[known.isdisjoint(seeds[row]) for row in rest]]
+        self.training = new if 2 * len(new) >= len(rest) else rest
         if not self.training.size or not self.held.size:
             raise ModelFileError(f"{paths[0].parent}: {count} rows are too few to train on")
 
@@ -118,6 +124,12 @@ class Data:
             kinds = self.kinds[row, start + 1 : start + length + 1]
             weights.append(np.pad(table[kinds], (0, length - len(kinds))))
         return Batch(*(mx.array(np.stack(part)) for part in (features, tokens, weights)))
+
+
+def _seeds(tokens: np.ndarray, kinds: np.ndarray) -> set[bytes]:
+    """The seeds in a row: its runs of their kind."""
+    edges = np.flatnonzero(np.diff(kinds == Kind.SEED, prepend=False, append=False))
+    return {tokens[begin:end].tobytes() for begin, end in edges.reshape(-1, 2)}
 
 
 def _sharing(tokens: np.ndarray, forbidden: Iterable[Sequence[int]]) -> np.ndarray:

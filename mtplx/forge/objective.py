@@ -138,23 +138,24 @@ def losses(
     features: mx.array,
     tokens: mx.array,
     weights: mx.array,
-    output: mx.array,
+    outputs: tuple[mx.array, mx.array],
     depth: int,
     compare: Objective,
 ) -> tuple[mx.array, mx.array, mx.array]:
     """Summed loss, and by depth the weighted acceptance (depth,) and the weight (depth,).
 
     features: (B, R + depth, F), tokens: (B, R + depth).  weights: (B, R + depth), of the trunk's
-    law at each position, which depth j of row t is to predict at t + j.  output: (V, D), the rows
-    of the trunk's output head for the ids that both laws are taken on.
+    law at each position, which depth j of row t is to predict at t + j.  outputs: the rows (V, D)
+    of the output head for the ids that the laws are taken on, the trunk's and the head's.
     """
     rows = features.shape[1] - depth
     states = rollout(attached, features[:, :rows], tokens, depth)
-    final = features[:, 1:, : states[0].shape[-1]].astype(output.dtype)
-    laws = compare.law(final @ output.T)
+    target, drafting = outputs
+    final = features[:, 1:, : states[0].shape[-1]].astype(target.dtype)
+    laws = compare.law(final @ target.T)
     total, accepted, mass = mx.zeros(()), [], []
     for j, state in enumerate(states, 1):
-        loss, _, acceptance = compare(state @ output.T, laws[:, j - 1 : j - 1 + rows])
+        loss, _, acceptance = compare(state @ drafting.T, laws[:, j - 1 : j - 1 + rows])
         weight = weights[:, j : j + rows]
         total = total + (loss * weight).sum()
         accepted.append((acceptance * weight).sum())

@@ -21,6 +21,7 @@ import mlx.optimizers as optimizers
 import numpy as np
 from mlx.utils import tree_flatten, tree_map, tree_unflatten
 
+from ..cpu_head import rounded
 from ..draft_vocabulary import DraftVocabulary
 from ..errors import ModelFileError, MtplxError, RequestError
 from ..load import Bundle
@@ -44,6 +45,7 @@ class TrainPlan:
     AdamW, rising over ``warmup`` steps, falling linearly to 0 over the last ``decay`` share.
     vocabulary: how many ids the laws are compared on, the most frequent of the data; 0 is all.
     core, drawn: how many of those a step takes: the most frequent, and some of the others.
+    packed: whether matrices count as the CPU kernels round them from step ``second`` * steps on.
     """
 
     seed: int = 0
@@ -62,6 +64,7 @@ class TrainPlan:
     core: int = 2048
     drawn: int = 2048
     levels: tuple[int, ...] = ()
+    packed: bool = True
     streams: int = 2
     check_every: int = 100
 
@@ -74,6 +77,10 @@ class TrainPlan:
         if step >= self.second * self.steps:
             return Objective(self.temperature, self.acceptance)
         return Objective()
+
+    def packed_at(self, step: int) -> bool:
+        """Whether a step is of rounded matrices."""
+        return self.packed and step >= self.second * self.steps
 
     def rate_at(self, step: int) -> float:
         """The share of the learning rates that a step takes."""
@@ -92,6 +99,20 @@ def initial_head(bundle: Bundle, plan: TrainPlan, vocabulary: DraftVocabulary | 
     head.set_dtype(mx.float32)
     mx.eval(head)  # not its parameters alone: a rope's frequencies are none
     return head
+
+
+def _round(head: MTPHead) -> None:
+    """Put what the CPU kernels will hold in place of a head's matrices.
+
+    Gradients pass as if nothing had been rounded: the straight-through estimator (Bengio et al.,
+    arXiv 1308.3432).
+    """
+    head.update(
+        tree_map(
+            lambda w: w + mx.stop_gradient(rounded(w) - w) if w.ndim == 2 else w,
+            head.trainable_parameters(),
+        )
+    )
 
 
 def _optimiser() -> optimizers.MultiOptimizer:
@@ -163,11 +184,15 @@ class Trainer:
         """Mean loss of a batch and its gradient, the sequences shared between the streams."""
         weight = batch.weights[:, 1:].sum() * depth + 1e-6
         compare = self.plan.objective_at(self.step)
+        packed = self.plan.packed_at(self.step)
         output = self.attached.family.output_rows(self._ids.ids(self.step))
-        mx.eval(weight, output, self.head.parameters())  # all that the streams share
+        outputs = output, rounded(output) if packed else output
+        mx.eval(weight, outputs, self.head.parameters())  # all that the streams share
 
         def loss_of(attached: AttachedHead, part: Batch) -> mx.array:
-            parts = (part.features, part.tokens, part.weights, output)
+            parts = (part.features, part.tokens, part.weights, outputs)
+            if packed:
+                _round(attached.head)
             return losses(attached, *parts, depth, compare)[0] / weight
 
         def work(item: tuple[AttachedHead, slice]) -> Any:
@@ -187,7 +212,7 @@ class Trainer:
     def _check(self) -> None:
         depth = self.plan.depth
         batch = self.data.check(min(self.plan.window + depth, self.data.length))
-        parts = (batch.features, batch.tokens, batch.weights, self._all_rows)
+        parts = (batch.features, batch.tokens, batch.weights, (self._all_rows,) * 2)
         total, accepted, mass = losses(self.attached, *parts, depth, Objective())
         mx.eval(total, accepted, mass)
         loss, count = self._sums
