@@ -86,8 +86,8 @@ def rounded(weight: mx.array) -> mx.array:
     """What the packed copy of a matrix (N, K) holds, but for the 16 bits of its scales."""
     if weight.shape[1] % GROUP_SIZE:
         return weight
-    form = {"group_size": GROUP_SIZE, "bits": BITS}
-    return mx.dequantize(*mx.quantize(weight, **form), **form)
+    packed = mx.quantize(weight, group_size=GROUP_SIZE, bits=BITS)
+    return mx.dequantize(*packed, group_size=GROUP_SIZE, bits=BITS)
 
 
 def _pack(weight: mx.array, bias: mx.array | None = None) -> Any:

@@ -19,9 +19,9 @@ from mtplx.errors import ModelFileError, MtplxError, RequestError
 from mtplx.forge import run as forge_run
 from mtplx.forge.card import write_card
 from mtplx.forge.conversation import Kind, Layout, Seed, Style, read_seeds
-from mtplx.forge.copies import LONGEST, fit_copy_bonus
 from mtplx.forge.data import Data
 from mtplx.forge.distil import DataPlan, distil, read_shard, shard_path
+from mtplx.forge.fit import LONGEST, fit_copy_bonus
 from mtplx.forge.objective import rollout
 from mtplx.forge.run import PROMPTS, Clock, Paused, default_levels
 from mtplx.forge.train import Trainer, TrainPlan, initial_head

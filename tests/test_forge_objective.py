@@ -10,7 +10,7 @@ from tiny import tiny_config
 
 from mtplx.draft_vocabulary import DraftVocabulary
 from mtplx.families import family_of
-from mtplx.forge.copies import LONGEST, highest_of_the_best
+from mtplx.forge.fit import LONGEST, highest_of_the_best
 from mtplx.forge.objective import Objective, _exp, losses, rollout
 from mtplx.mtp_patch import attach_head, new_head
 

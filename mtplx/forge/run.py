@@ -31,9 +31,9 @@ from ..progress import progress, steps
 from ..provenance import replacing
 from .card import MEASUREMENT, PLOT, TRAINING, write_card
 from .conversation import Seed, read_seeds
-from .copies import fit_copy_bonus
 from .data import Data
 from .distil import DataPlan, distil, shard_path
+from .fit import fit_copy_bonus, fit_sharpness
 from .plot import plot_training
 from .train import Trainer, TrainPlan
 from .vocabulary import coverage
@@ -199,6 +199,9 @@ def _write(bundle: Bundle, trainer: Trainer, out: Path, known: dict[str, Any]) -
     """The head, and what is known of its training."""
     head = trainer.head
     attached = attach_head(bundle.trunk, head)
+    sharpness = fit_sharpness(attached, trainer.data, trainer.plan.depth)
+    # The last norm's scale goes into the logits, and a further step's own norm takes it out again.
+    head.norm.weight = head.norm.weight * sharpness
     head.copy_bonus = fit_copy_bonus(attached, trainer.data, trainer.plan.depth)
     write_head(out, trainer.head, bundle.trunk, bundle.provenance)
     family, data = headed_family(bundle.trunk), trainer.data
@@ -213,6 +216,7 @@ def _write(bundle: Bundle, trainer: Trainer, out: Path, known: dict[str, Any]) -
         **known,
         "data": facts,
         "training_seconds": trainer.seconds,
+        "sharpness": sharpness,
         "head": read_config(out).sha256,
         "machine": machine(),
         "versions": versions(),
