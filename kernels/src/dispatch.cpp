@@ -11,7 +11,7 @@ namespace {
 
 std::vector<const Kernels*> available() {
   std::vector<const Kernels*> found;
-  for (const auto find : {avx512_kernels, avx2_kernels, neon_kernels, portable_kernels}) {
+  for (const auto find : {avx512vnni_kernels, avx512_kernels, avx2_kernels, neon_kernels, portable_kernels}) {
     if (const Kernels* table = find(); table != nullptr) found.push_back(table);
   }
   return found;

@@ -162,10 +162,11 @@ inline void strips(const MatrixView& m, const std::uint8_t* words, std::size_t a
   }
 }
 
-// The most strips that R rows have registers for.
+// The most strips that R rows have registers for. Two keep the pipes of AVX-512 busier than four where the rows have sums
+// enough for them.
 template <Format kFormat>
 constexpr int most_strips(int rows) {
-  for (int s = kPanel / kStrip; s > 1; s /= 2) {
+  for (int s = rows < 4 ? kPanel / kStrip : 2; s > 1; s /= 2) {
     const int vectors = s * kStrip / W;
     if (fits<kFormat>(rows, vectors, rows < vectors ? rows : vectors)) return s;
   }

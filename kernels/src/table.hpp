@@ -109,5 +109,6 @@ const Kernels* portable_kernels();
 const Kernels* neon_kernels();
 const Kernels* avx2_kernels();
 const Kernels* avx512_kernels();
+const Kernels* avx512vnni_kernels();
 
 }  // namespace mtplx
