@@ -244,3 +244,19 @@ def test_memory_is_given_back():
     before = rss()
     calls(10_000)
     assert rss() - before < 4 << 20
+
+
+def test_vnni_changes_no_bit():
+    pair = ["avx512vnni", "avx512"]
+    if not set(pair) <= set(LEVELS):
+        pytest.skip("no AVX-512 VNNI on this machine")
+    matrices = [native.Matrix.quantized(*quantised(200, 256, 32, bits)[0]) for bits in (4, 8)]
+    x = mx.array(normal(13, 256))
+    before, found = native.isa(), []
+    try:
+        for level in pair:
+            native.choose(level)
+            found.append([np.array(m.now(x[:rows])) for m in matrices for rows in range(1, 14)])
+    finally:
+        native.choose(before)
+    assert all(np.array_equal(one, two) for one, two in zip(*found, strict=True))
