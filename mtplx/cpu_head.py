@@ -86,7 +86,7 @@ def rounded(weight: mx.array) -> mx.array:
     """What the packed copy of a matrix (N, K) holds, but for the 16 bits of its scales."""
     if weight.shape[1] % GROUP_SIZE:
         return weight
-    packed = mx.quantize(weight, group_size=GROUP_SIZE, bits=BITS)
+    packed = mx.quantize(weight.astype(mx.float32), group_size=GROUP_SIZE, bits=BITS)
     return mx.dequantize(*packed, group_size=GROUP_SIZE, bits=BITS)
 
 

@@ -16,6 +16,7 @@ whose logits bias or penalties have made equal up to float32 rounding.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 import mlx.core as mx
@@ -244,12 +245,9 @@ def sparse_distributions_from_mlx_logits(
     if logits.ndim != 2 or 0 in logits.shape:
         raise ValueError(f"logits must be (rows, vocab), not {tuple(logits.shape)}")
     vocab = logits.shape[1]
-    nucleus = config.top_p < 1.0 or config.min_p > 0.0
-    small = config.temperature <= 0 or nucleus or 0 < config.top_k < vocab
-    native = _kernels() if small else None
-    no_history = token_counts is None and prompt_ids is None
-    plain = no_history and penalty_overlay is None and config.logit_bias is None
-    if native is not None and plain:
+    native = _kernels()
+    history = (token_counts, prompt_ids, penalty_overlay, config.logit_bias)
+    if native is not None and all(part is None for part in history):
         return _laws_by_kernel(native, logits, config)
     counts = [None] * logits.shape[0] if token_counts is None else list(token_counts)
     if len(counts) != logits.shape[0]:
@@ -259,6 +257,7 @@ def sparse_distributions_from_mlx_logits(
         return _laws_by_kernel(native, rows, config)
     if config.temperature <= 0:
         return _distributions(rows, config, 1, needs_mass=False)
+    nucleus = config.top_p < 1.0 or config.min_p > 0.0
     on_device = _DEVICE_TEMPERATURES[0] <= config.temperature <= _DEVICE_TEMPERATURES[1]
     if 0 < config.top_k < vocab and (on_device or not nucleus):
         return _distributions(rows, config, config.top_k, needs_mass=nucleus)
@@ -270,12 +269,27 @@ def sparse_distributions_from_mlx_logits(
 
 def _laws_by_kernel(native: Any, rows: mx.array, config: SamplerConfig) -> list[SparseDistribution]:
     vocab, limits = rows.shape[1], (config.temperature, config.top_p, config.min_p, config.top_k)
-    out = []
-    for i, (ids, probs, *_) in enumerate(native.law(rows, *limits)):
+    if config.temperature <= 0 or limits[1:3] != (1.0, 0.0) or 0 < config.top_k < vocab:
+        found = [law[:2] for law in native.law(rows, *limits)]
+    else:
+        found = [_supported(*law) for law in native.whole_law(rows, config.temperature)]
+    for i, (ids, _) in enumerate(found):
         if not ids.size:
             require_finite_row(np.asarray(rows[i].astype(mx.float32)), f"logits row {i}")
-        out.append(SparseDistribution.unchecked(ids, probs, vocab))
-    return out
+    return [SparseDistribution.unchecked(ids, probs, vocab) for ids, probs in found]
+
+
+def _supported(probs: Floats, positive: int) -> tuple[NDArray[np.int64], Floats]:
+    """Ids and probabilities of a whole law, of which so many are positive."""
+    whole = positive == probs.size
+    return (_all_ids(positive), probs) if whole else (np.flatnonzero(probs), probs[probs > 0])
+
+
+@lru_cache(maxsize=4)
+def _all_ids(count: int) -> NDArray[np.int64]:
+    ids = np.arange(count)
+    ids.setflags(write=False)  # many laws hold it
+    return ids
 
 
 def _distributions(

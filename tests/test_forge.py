@@ -257,7 +257,7 @@ def forge(bundle, out, *, plan=PLAN, minutes=None, prompts=PROMPTS[:1]):
 
 
 @pytest.mark.usefixtures("no_download")
-def test_a_training_writes_a_head_that_loads_and_says_how_it_was_made(bundle, tmp_path):
+def test_a_training_writes_a_head_and_says_how_it_was_made(bundle, tmp_path, monkeypatch):
     with pytest.raises(Paused):
         forge(bundle, tmp_path, minutes=0)
     assert not (tmp_path / "mtp.safetensors").exists()
@@ -275,6 +275,10 @@ def test_a_training_writes_a_head_that_loads_and_says_how_it_was_made(bundle, tm
     before = (tmp_path / "mtp.safetensors").read_bytes()
     forge(bundle, tmp_path)  # nothing is left to do
     assert (tmp_path / "mtp.safetensors").read_bytes() == before
+    monkeypatch.setattr(forge_run, "fit_sharpness", lambda *_: 2 * training["sharpness"])
+    forge(bundle, tmp_path)
+    sharper = read_head(tmp_path, bundle.trunk, bundle.provenance)
+    assert mx.array_equal(sharper.norm.weight, 2 * head.norm.weight)
 
 
 def test_two_trainings_in_one_place_are_refused(bundle, tmp_path):

@@ -10,12 +10,13 @@ from mlx.utils import tree_flatten, tree_map
 from tiny import write_directory
 
 from mtplx import load
-from mtplx.cpu_head import BITS, rounded
+from mtplx.cpu_head import BITS, _pack, rounded
 from mtplx.forge.conversation import Kind, Seed, Style
 from mtplx.forge.data import Data
 from mtplx.forge.distil import DataPlan, distil, shard_path
 from mtplx.forge.objective import losses
 from mtplx.forge.train import Trainer, TrainPlan
+from mtplx.native import status
 
 DATA = DataPlan(seed=5, shards=1, rows=24, length=48, levels=(1,), style=Style(bare=0.2))
 PLAN = TrainPlan(
@@ -37,6 +38,18 @@ def bundle(tmp_path_factory):
 def data_of(bundle, folder, seeds, held_out=3):
     distil(bundle, seeds, DATA, folder)
     return Data([shard_path(folder, 0)], 320, held_out=held_out)
+
+
+@pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16])
+def test_a_rounded_matrix_is_what_the_kernels_hold(dtype):
+    native = status().native
+    if native is None:
+        pytest.skip("the CPU kernels are not installed")
+    weight = mx.array(np.random.default_rng(0).standard_normal((40, 64)).astype(np.float32))
+    weight = weight.astype(dtype)
+    held = np.array(_pack(weight).rows(mx.arange(40)))
+    assert np.abs(held - np.array(rounded(weight))).max() < 4e-3  # 16 bits of scales and biases
+    assert np.abs(held - np.array(weight.astype(mx.float32))).max() > 0.05
 
 
 def test_a_rounded_matrix_has_as_many_values_in_a_group_as_bits_allow():
@@ -78,7 +91,7 @@ def test_the_later_steps_take_loss_and_gradient_at_the_rounded_matrices(bundle, 
 
 
 def test_rows_that_share_a_seed_with_a_check_are_not_trained_on(bundle, tmp_path):
-    seeds = [Seed(f"{first} {second}") for first in ("and", "of", "who") for second in range(40)]
+    seeds = [Seed(f"{first} {second}") for first in ("and", "of", "who") for second in range(10)]
     data = data_of(bundle, tmp_path, seeds)
 
     def seeds_of(rows):
@@ -94,9 +107,11 @@ def test_rows_that_share_a_seed_with_a_check_are_not_trained_on(bundle, tmp_path
     assert seeds_of(data.held)
     assert not seeds_of(data.held) & seeds_of(data.training)
     apart = set(range(DATA.rows)) - set(data.held.tolist()) - set(data.training.tolist())
+    assert data.set_apart == len(apart) > 0
     assert all(seeds_of([row]) & seeds_of(data.held) for row in apart)
 
 
 def test_with_few_seeds_all_other_rows_are_trained_on(bundle, tmp_path):
     data = data_of(bundle, tmp_path, SEEDS[:1])
     assert len(data.training) == DATA.rows - len(data.held)
+    assert data.set_apart == 0

@@ -251,12 +251,14 @@ def test_vnni_changes_no_bit():
     if not set(pair) <= set(LEVELS):
         pytest.skip("no AVX-512 VNNI on this machine")
     matrices = [native.Matrix.quantized(*quantised(200, 256, 32, bits)[0]) for bits in (4, 8)]
-    x = mx.array(normal(13, 256))
+    x, logits = mx.array(normal(13, 256)), mx.array(normal(2, 5000))
     before, found = native.isa(), []
     try:
         for level in pair:
             native.choose(level)
             found.append([np.array(m.now(x[:rows])) for m in matrices for rows in range(1, 14)])
+            for laws in (native.law(logits, 0.6, 0.95, 0.0, 20), native.whole_law(logits, 0.6)):
+                found[-1] += [np.asarray(part) for law in laws for part in law]
     finally:
         native.choose(before)
     assert all(np.array_equal(one, two) for one, two in zip(*found, strict=True))

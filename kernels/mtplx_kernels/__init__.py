@@ -33,8 +33,9 @@ def blas_library() -> Path:
 def native() -> Any:
     """Return the extension module ``_core``, after importing MLX.
 
-    The environment variable MTPLX_ISA takes a level of instructions the first time: ``avx512``,
-    ``avx2``, ``neon`` or ``portable``; without it the best that the processor has is used.
+    The environment variable MTPLX_ISA takes a level of instructions the first time:
+    ``avx512vnni``, ``avx512``, ``avx2``, ``neon`` or ``portable``; without it the best that the
+    processor has is used.
 
     Raises:
         ImportError: it was built against another version of MLX, was not built at all, or

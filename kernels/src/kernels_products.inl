@@ -162,10 +162,10 @@ inline void strips(const MatrixView& m, const std::uint8_t* words, std::size_t a
   }
 }
 
-// The most strips that R rows have registers for. Two keep the pipes of AVX-512 busier than four where the rows have sums
-// enough for them.
+// How many strips R rows go through at once: as many as there are registers for, but from four rows on no more than two,
+// which AVX-512 alone has room to exceed (Zen 4: 4, 5, 6 rows 7, 11, 13 % faster so).
 template <Format kFormat>
-constexpr int most_strips(int rows) {
+constexpr int strips_at_once(int rows) {
   for (int s = rows < 4 ? kPanel / kStrip : 2; s > 1; s /= 2) {
     const int vectors = s * kStrip / W;
     if (fits<kFormat>(rows, vectors, rows < vectors ? rows : vectors)) return s;
@@ -177,7 +177,7 @@ constexpr int most_strips(int rows) {
 template <Format kFormat, int R>
 inline void chunk_product(const MatrixView& m, const std::uint8_t* words, int count, const std::uint32_t* x,
                           const float* sums, float* out) {
-  constexpr int kMost = most_strips<kFormat>(R);
+  constexpr int kMost = strips_at_once<kFormat>(R);
   const std::size_t apart = m.strip_bytes;
   if constexpr (kMost == 4) {
     if (count == 4) return strips<kFormat, R, 4>(m, words, apart, x, sums, out);

@@ -17,6 +17,16 @@ constexpr float kLeastPower = -126.0F;   // below 2^-126 a weight counts as 0
 constexpr float kPower[7] = {0x1p0F,        0x1.62e43p-1F,   0x1.ebfbep-3F, 0x1.c6aeccp-5F,
                              0x1.3b2a1cp-7F, 0x1.5f48cp-10F, 0x1.444p-13F};
 
+// Of exp in float64: the least argument whose power is a normal number, log 2 in two parts, 1/13! to 1/0!.
+constexpr double kLeastLog = -708.0;
+constexpr double kLongRounder = 6755399441055744.0;  // 1.5 * 2^52
+constexpr double kLog2E = 0x1.71547652b82fep+0;
+constexpr double kLog2High = 0x1.62e42fefa3800p-1, kLog2Low = 0x1.ef35793c76730p-45;
+constexpr int kTerms = 14;
+constexpr double kSeries[kTerms] = {1.0 / 6227020800, 1.0 / 479001600, 1.0 / 39916800, 1.0 / 3628800, 1.0 / 362880,
+                                    1.0 / 40320,      1.0 / 5040,      1.0 / 720,      1.0 / 120,     1.0 / 24,
+                                    1.0 / 6,          1.0 / 2,         1.0,            1.0};
+
 #define MTPLX_LAW_NAME portable
 #define MTPLX_LAW_TARGET
 #define MTPLX_LAW_BYTES 16
@@ -46,14 +56,16 @@ constexpr float kPower[7] = {0x1p0F,        0x1.62e43p-1F,   0x1.ebfbep-3F, 0x1.
 struct Sweeps {
   bool (*scan)(const float*, std::size_t, float*);
   double (*weigh)(const float*, std::size_t, float, float, float, float*);
+  bool (*exponentials)(const float*, std::size_t, double, double, double*, double*);
+  bool (*noise)(const std::uint32_t*, std::uint32_t, const std::int64_t*, const double*, double, double*);
 };
 
 Sweeps sweeps(LawIsa isa) {
 #if defined(__x86_64__)
-  if (isa == LawIsa::avx2) return {avx2::scan, avx2::weigh};
-  if (isa == LawIsa::avx512) return {avx512::scan, avx512::weigh};
+  if (isa == LawIsa::avx2) return {avx2::scan, avx2::weigh, avx2::exponentials, avx2::noise};
+  if (isa == LawIsa::avx512) return {avx512::scan, avx512::weigh, avx512::exponentials, avx512::noise};
 #endif
-  return {portable::scan, portable::weigh};
+  return {portable::scan, portable::weigh, portable::exponentials, portable::noise};
 }
 
 // log2(e) / temperature in two floats.
@@ -301,6 +313,67 @@ void law_row(const float* row, std::size_t size, const LawRequest& request, LawI
     lowest = lowest_kept(row, size, highest, request, run, scratch, out);
   }
   collect(row, size, lowest, limit, scratch, out);
+}
+
+void whole_law(const float* row, std::size_t size, double temperature, LawIsa isa, LawScratch& scratch, WholeLaw& out) {
+  check_law(size, {temperature});
+  if (!(temperature > 0.0)) throw std::invalid_argument("temperature must be positive");
+  const Sweeps run = sweeps(isa);
+  out.probs.reset();
+  out.positive = 0;
+  if (!scan_row(row, size, run, scratch.maxima)) return;
+  const float highest = *std::max_element(scratch.maxima.begin(), scratch.maxima.end());
+  if (highest == -kInfinity) return;
+  const std::size_t room = (size + kBlock - 1) / kBlock * kBlock;
+  out.probs.reset(new double[room]);
+  double* w = out.probs.get();
+  double total = 0.0;
+  bool below = false;
+  in_blocks(row, size, [&](const float* part, std::size_t at, std::size_t count) {
+    double sum = 0.0;
+    below |= run.exponentials(part, count, highest, temperature, w + at, &sum);
+    total += sum;
+  });
+  out.positive = size;
+  if (below) {
+    for (std::size_t i = 0; i < size; ++i) {
+      const double x = (static_cast<double>(row[i]) - highest) / temperature;
+      if (x < kLeastLog) w[i] = std::exp(x);  // next to nothing, so not in the sum
+    }
+  }
+  for (std::size_t i = 0; i < size; ++i) w[i] /= total;
+  if (below) out.positive = static_cast<std::size_t>(std::count_if(w, w + size, [](double p) { return p > 0.0; }));
+}
+
+std::size_t race(std::uint32_t key0, std::uint32_t key1, std::uint32_t position, const std::int64_t* ids,
+                 const double* probs, std::size_t size, LawIsa isa) {
+  constexpr double kRoom = 1.0 + 1e-9;
+  const Sweeps run = sweeps(isa);
+  const std::uint32_t keys[3] = {key0, key1, key0 ^ key1 ^ 0x1BD11BDAU};
+  std::size_t winner = 0;
+  double earliest = std::numeric_limits<double>::infinity();
+  double u[kBlock], rest_probs[kBlock];
+  std::int64_t rest_ids[kBlock];
+  for (std::size_t at = 0; at < size; at += kBlock) {
+    const std::size_t count = std::min(kBlock, size - at);
+    const std::int64_t* some = ids + at;
+    const double* p = probs + at;
+    if (count < kBlock) {
+      some = std::fill_n(std::copy_n(some, count, rest_ids), kBlock - count, 0) - kBlock;
+      p = std::fill_n(std::copy_n(p, count, rest_probs), kBlock - count, 0.0) - kBlock;
+    }
+    // -log(1 - u) >= u: whoever comes late by that need not be timed.
+    if (!run.noise(keys, position, some, p, earliest * kRoom, u)) continue;
+    for (std::size_t i = 0; i < count; ++i) {
+      if (u[i] > p[i] * (earliest * kRoom)) continue;
+      const double time = -std::log1p(-u[i]) / p[i];
+      if (time < earliest) {
+        earliest = time;
+        winner = at + i;
+      }
+    }
+  }
+  return winner;
 }
 
 void finish_law(const LawRow& row, const LawRequest& request, LawScratch& scratch, Law& out) {

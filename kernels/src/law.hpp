@@ -4,6 +4,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <memory>
 #include <vector>
 
 namespace mtplx {
@@ -43,6 +44,12 @@ struct Law {
   std::vector<double> probs;
 };
 
+// The law of a row without filters: the probability of each token. None where the row is broken or all are -inf.
+struct WholeLaw {
+  std::unique_ptr<double[]> probs;
+  std::size_t positive = 0;  // how many are not 0
+};
+
 // Memory that rows of one thread share.
 struct LawScratch {
   std::vector<float> maxima, weights;
@@ -56,6 +63,13 @@ void check_law(std::size_t size, const LawRequest& request);
 // size: V, 1 <= V < 2^32.  A row's result does not depend on other rows, threads or what `scratch` held before.
 void law_row(const float* row, std::size_t size, const LawRequest& request, LawIsa isa, LawScratch& scratch,
              LawRow& out);
+
+// exp((logit - highest) / temperature) over their sum, in float64: what `law_row` and `finish_law` give without filters.
+void whole_law(const float* row, std::size_t size, double temperature, LawIsa isa, LawScratch& scratch, WholeLaw& out);
+
+// The place of the first of the lowest -log(1 - u) / p, u as in mtplx/rng.py; size >= 1.
+std::size_t race(std::uint32_t key0, std::uint32_t key1, std::uint32_t position, const std::int64_t* ids,
+                 const double* probs, std::size_t size, LawIsa isa);
 
 // Steps 4 to 6 of the law, on what `law_row` gave for the same request. out: empty.
 void finish_law(const LawRow& row, const LawRequest& request, LawScratch& scratch, Law& out);

@@ -39,12 +39,15 @@ Array<T> to_numpy(std::vector<T>&& values) {
 // A level by the name that it has in dispatch.hpp; "" is the one in force. On AArch64 both levels are one code here.
 mtplx::LawIsa isa_named(std::string name) {
   using mtplx::LawIsa;
-  if (name.empty()) name = mtplx::kernels().name;
-  const std::vector<std::string> levels = mtplx::levels();
-  if (std::find(levels.begin(), levels.end(), name) == levels.end()) {
-    throw nb::value_error(("no kernels for '" + name + "' on this machine").c_str());
+  if (name.empty()) {
+    name = mtplx::kernels().name;
+  } else {
+    const std::vector<std::string> levels = mtplx::levels();
+    if (std::find(levels.begin(), levels.end(), name) == levels.end()) {
+      throw nb::value_error(("no kernels for '" + name + "' on this machine").c_str());
+    }
   }
-  return name == "avx512" ? LawIsa::avx512 : name == "avx2" ? LawIsa::avx2 : LawIsa::portable;
+  return name.starts_with("avx512") ? LawIsa::avx512 : name == "avx2" ? LawIsa::avx2 : LawIsa::portable;
 }
 
 nb::list laws_of(const float* rows, std::size_t count, std::size_t size, const mtplx::LawRequest& request,
@@ -75,15 +78,42 @@ nb::list law_of_numpy(nb::ndarray<const float, nb::ndim<2>, nb::c_contig, nb::de
   return laws_of(rows.data(), rows.shape(0), rows.shape(1), {temperature, top_p, min_p, top_k}, isa);
 }
 
+// Rows of MLX as they lie in memory, float32, waited for without the GIL.
+mlx::core::array rows_at_hand(const mlx::core::array& rows) {
+  if (rows.ndim() != 2) throw nb::value_error("logits must be (rows, vocab)");
+  nb::gil_scoped_release released;
+  return mtplx::at_hand(rows);
+}
+
 nb::list law_of_mlx(const mlx::core::array& rows, double temperature, double top_p, double min_p, std::int64_t top_k,
                     const std::string& isa) {
-  if (rows.ndim() != 2) throw nb::value_error("logits must be (rows, vocab)");
-  const mlx::core::array ready = [&] {
-    nb::gil_scoped_release released;
-    return mtplx::at_hand(rows);
-  }();
+  const mlx::core::array ready = rows_at_hand(rows);
   const auto count = static_cast<std::size_t>(ready.shape(0)), size = static_cast<std::size_t>(ready.shape(1));
   return laws_of(ready.data<float>(), count, size, {temperature, top_p, min_p, top_k}, isa);
+}
+
+nb::list whole_laws(const mlx::core::array& rows, double temperature, const std::string& isa) {
+  const mlx::core::array ready = rows_at_hand(rows);
+  const auto count = static_cast<std::size_t>(ready.shape(0)), size = static_cast<std::size_t>(ready.shape(1));
+  const mtplx::LawIsa chosen = isa_named(isa);
+  std::vector<mtplx::WholeLaw> laws(count);
+  {
+    nb::gil_scoped_release released;
+    mtplx::share(static_cast<int>(count), [&](int i) {
+      thread_local mtplx::LawScratch scratch;
+      mtplx::whole_law(ready.data<float>() + i * size, size, temperature, chosen, scratch, laws[i]);
+    });
+  }
+  nb::list out;
+  for (mtplx::WholeLaw& law : laws) {
+    const std::size_t known = law.probs == nullptr ? 0 : size;
+    if (known == 0) law.probs.reset(new double[1]);
+    double* data = law.probs.get();
+    nb::capsule owner(data, [](void* p) noexcept { delete[] static_cast<double*>(p); });
+    law.probs.release();
+    out.append(nb::make_tuple(Array<double>(data, {known}, owner), law.positive));
+  }
+  return out;
 }
 
 // Threefry-2x32 with 20 rounds, and the upper 52 bits of its words as a number in (0, 1), as in mtplx/rng.py.
@@ -102,21 +132,10 @@ double uniform(std::uint32_t key0, std::uint32_t key1, std::uint32_t position, s
   return (static_cast<double>(std::uint64_t{x0} << 20 | x1 >> 12) + 0.5) * 0x1p-52;
 }
 
-// The first of the lowest -log(1 - u) / p.
 std::int64_t race(std::uint32_t key0, std::uint32_t key1, std::uint32_t position, Given<std::int64_t> ids,
-                  Given<double> probs) {
+                  Given<double> probs, const std::string& isa) {
   if (ids.size() == 0 || ids.size() != probs.size()) throw nb::value_error("ids and probs must be of one length, >= 1");
-  std::size_t winner = 0;
-  double earliest = std::numeric_limits<double>::infinity();
-  for (std::size_t i = 0; i < ids.size(); ++i) {
-    const double u = uniform(key0, key1, position, static_cast<std::uint32_t>(ids.data()[i]));
-    const double time = -std::log1p(-u) / probs.data()[i];
-    if (time < earliest) {
-      earliest = time;
-      winner = i;
-    }
-  }
-  return ids.data()[winner];
+  return ids.data()[mtplx::race(key0, key1, position, ids.data(), probs.data(), ids.size(), isa_named(isa))];
 }
 
 // p(id), 0 outside; ids ascending.
@@ -158,11 +177,14 @@ void bind_law(nb::module_& m) {
   };
   define(&law_of_mlx);
   define(&law_of_numpy);
+  m.def("whole_law", &whole_laws, nb::arg("rows"), nb::arg("temperature"), nb::arg("isa") = "",
+        "The law without filters of each row of logits, (R, V): R tuples (probs (V,) float64, how many are positive);\n"
+        "probs is empty if a logit is NaN or +inf, or all are -inf.");
   m.def("uniform", &uniform, nb::arg("key0"), nb::arg("key1"), nb::arg("position"), nb::arg("id"),
         "mtplx.rng.uniforms of one id, bit for bit.");
   m.def("excess", &excess, nb::arg("p_ids"), nb::arg("p"), nb::arg("q_ids"), nb::arg("q"), nb::arg("scale"),
         "mtplx.distribution.excess of sparse laws, ids ascending, bit for bit.");
   m.def("probability", &probability, nb::arg("ids"), nb::arg("probs"), nb::arg("id"), "p(id), ids ascending; 0 outside.");
   m.def("race", &race, nb::arg("key0"), nb::arg("key1"), nb::arg("position"), nb::arg("ids"), nb::arg("probs"),
-        "mtplx.rng.race on (n,) int64 ids, ascending, and float64 probabilities, positive.");
+        nb::arg("isa") = "", "mtplx.rng.race on (n,) int64 ids, ascending, and float64 probabilities, positive.");
 }

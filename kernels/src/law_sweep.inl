@@ -1,4 +1,4 @@
-// The two sweeps over a row, compiled once for each instruction set: law.cpp includes this file with MTPLX_LAW_NAME (a
+// The sweeps over a row, compiled once for each instruction set: law.cpp includes this file with MTPLX_LAW_NAME (a
 // namespace), MTPLX_LAW_TARGET (a function attribute) and MTPLX_LAW_BYTES (a vector's) set. Neither calls anything: it
 // would not be inlined.
 
@@ -9,7 +9,10 @@ typedef float Floats __attribute__((vector_size(MTPLX_LAW_BYTES)));
 typedef float HalfFloats __attribute__((vector_size(MTPLX_LAW_BYTES / 2)));
 typedef std::int32_t Ints __attribute__((vector_size(MTPLX_LAW_BYTES)));
 typedef std::uint32_t Bits __attribute__((vector_size(MTPLX_LAW_BYTES)));
+typedef std::uint32_t HalfBits __attribute__((vector_size(MTPLX_LAW_BYTES / 2)));
 typedef double Doubles __attribute__((vector_size(MTPLX_LAW_BYTES)));
+typedef std::int64_t Longs __attribute__((vector_size(MTPLX_LAW_BYTES)));
+typedef std::uint64_t Words __attribute__((vector_size(MTPLX_LAW_BYTES)));
 
 // maxima[i] = the highest of 64 logits; `size` is a multiple of 64. Whether all logits are < +inf and none is NaN.
 MTPLX_LAW_TARGET bool scan(const float* row, std::size_t size, float* maxima) {
@@ -69,6 +72,89 @@ MTPLX_LAW_TARGET double weigh(const float* row, std::size_t size, float highest,
   double sum = 0.0;
   for (std::size_t lane = 0; lane < kLanes / 2; ++lane) sum += low[lane];
   return sum;
+}
+
+// out[i] = exp((row[i] - highest) / temperature), 0 below exp(-708); their sum in `sum`. `size` is a multiple of 64. Whether
+// any is below exp(-708).
+//
+// exp x = 2^n exp r, n the nearest integer to x / log 2, x - n log 2 exact but for r's last bit (log 2 in two parts, of
+// which the first has few enough bits for n times it to be exact), and exp r by its series, to 4e-18.
+MTPLX_LAW_TARGET bool exponentials(const float* row, std::size_t size, double highest, double temperature, double* out,
+                                   double* sum) {
+  Longs below = {};
+  double total = 0.0, lost = 0.0;  // of blocks, compensated: as good as exact
+  for (std::size_t i = 0; i < size; i += kBlock) {
+    Doubles part = {};
+    for (std::size_t j = i; j < i + kBlock; j += kLanes / 2) {
+      HalfFloats half;
+      std::memcpy(&half, row + j, sizeof half);
+      const Doubles x = (__builtin_convertvector(half, Doubles) - highest) / temperature;
+      const Doubles shifted = x * kLog2E + kLongRounder;
+      const Doubles n = shifted - kLongRounder;
+      Doubles r = x - n * kLog2High;
+      r = r - n * kLog2Low;
+      Doubles p = r * kSeries[0] + kSeries[1];
+      for (int term = 2; term < kTerms; ++term) p = p * r + kSeries[term];
+      const Words bits = (Words)p + ((Words)shifted << 52);
+      const Longs low = !(x >= kLeastLog);
+      const Doubles w = low ? Doubles{} : (Doubles)bits;
+      below |= low;
+      part += w;
+      std::memcpy(out + j, &w, sizeof w);
+    }
+    double block = 0.0;
+    for (std::size_t lane = 0; lane < kLanes / 2; ++lane) block += part[lane];
+    const double next = total + block;
+    lost += total >= block ? block - (next - total) : total - (next - block);
+    total = next;
+  }
+  *sum = total + lost;
+  std::int64_t any = 0;
+  for (std::size_t lane = 0; lane < kLanes / 2; ++lane) any |= below[lane];
+  return any != 0;
+}
+
+// out[i] = the uniform number of ids[i], as `uniform` in law_binding.cpp has it, for 64 ids. Whether one of them is not
+// above bound * probs[i].
+MTPLX_LAW_TARGET bool noise(const std::uint32_t* keys, std::uint32_t position, const std::int64_t* ids,
+                            const double* probs, double bound, double* out) {
+  constexpr int kRotations[2][4] = {{13, 15, 26, 6}, {17, 29, 16, 24}};
+  Longs within = {};
+  for (std::size_t i = 0; i < kBlock; i += kLanes) {
+    HalfBits halves[2];
+    for (int half = 0; half < 2; ++half) {
+      Words wide;
+      std::memcpy(&wide, ids + i + half * kLanes / 2, sizeof wide);
+      halves[half] = __builtin_convertvector(wide, HalfBits);
+    }
+    Bits x0, x1 = Bits{} + (position + keys[1]);
+    std::memcpy(&x0, halves, sizeof x0);
+    x0 += keys[0];
+    for (std::uint32_t block = 0; block < 5; ++block) {
+      for (int turn = 0; turn < 4; ++turn) {
+        const int by = kRotations[block % 2][turn];
+        x0 += x1;
+        x1 = (x1 << by | x1 >> (32 - by)) ^ x0;
+      }
+      x0 += keys[(block + 1) % 3];
+      x1 += keys[(block + 2) % 3] + block + 1;
+    }
+    HalfBits first[2], second[2];
+    std::memcpy(first, &x0, sizeof x0);
+    std::memcpy(second, &x1, sizeof x1);
+    for (int half = 0; half < 2; ++half) {
+      // 52 bits behind the point of a number from 1 on; then all that follows is exact.
+      const Words k = __builtin_convertvector(first[half], Words) << 20 | __builtin_convertvector(second[half], Words) >> 12;
+      const Doubles u = (Doubles)(k | 0x3ff0000000000000U) - 1.0 + 0x1p-53;
+      Doubles p;
+      std::memcpy(&p, probs + i + half * kLanes / 2, sizeof p);
+      within |= !(u > p * bound);
+      std::memcpy(out + i + half * kLanes / 2, &u, sizeof u);
+    }
+  }
+  std::int64_t any = 0;
+  for (std::size_t lane = 0; lane < kLanes / 2; ++lane) any |= within[lane];
+  return any != 0;
 }
 
 }  // namespace MTPLX_LAW_NAME

@@ -35,8 +35,8 @@ class Batch:
 class Data:
     """The shards of a folder. The last ``held_out`` rows are for checks, never for training.
 
-    Nor are rows that have a seed in common with these, for checks to be of new prompts, unless
-    seeds are so few that it would be most rows.
+    Nor are the ``set_apart`` rows that have a seed in common with these, for checks to be of new
+    prompts; where seeds are so few that it would be more than a quarter, there are none.
     forbidden: texts, as token ids, that must not be learnt from: a row that shares
     ``_SHARED_TOKENS`` consecutive tokens with one of them is left out.
     """
@@ -67,7 +67,8 @@ class Data:
         seeds = [_seeds(*row) for row in zip(self.tokens, self.kinds, strict=True)]
         known = {seed for row in self.held for seed in seeds[row]}
         new = rest[[known.isdisjoint(seeds[row]) for row in rest]]
-        self.training = new if 2 * len(new) >= len(rest) else rest
+        self.training = new if 4 * len(new) >= 3 * len(rest) else rest
+        self.set_apart = len(rest) - len(self.training)
         if not self.training.size or not self.held.size:
             raise ModelFileError(f"{paths[0].parent}: {count} rows are too few to train on")
 

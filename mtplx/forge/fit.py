@@ -27,7 +27,8 @@ LONGEST = 5
 _GRID = np.arange(0.0, 8.01, 0.5)
 _TEMPERATURE = 0.6
 _NEARLY = 0.99
-_SHARPNESS = tuple(1 + i / 10 for i in range(-2, 7))
+# Of several that keep as many, the first.
+_SHARPNESS = (1.0, 1.1, 0.9, 1.2, 0.8, 1.3, 1.4, 1.5, 1.6)
 _SAMPLINGS = tuple(SamplerConfig(temperature=t, top_p=0.95, top_k=20) for t in (0.6, 1.0))
 
 

@@ -209,6 +209,7 @@ def _write(bundle: Bundle, trainer: Trainer, out: Path, known: dict[str, Any]) -
         "tokens": int(data.tokens.size),
         "sha256": data.sha256(),
         "rows_left_out": len(data.left_out),
+        "rows_set_apart": data.set_apart,
         "coverage": coverage(family, data, trainer.head.vocabulary),
     }
     plot_training(trainer.log, out / PLOT)

@@ -45,7 +45,8 @@ class TrainPlan:
     AdamW, rising over ``warmup`` steps, falling linearly to 0 over the last ``decay`` share.
     vocabulary: how many ids the laws are compared on, the most frequent of the data; 0 is all.
     core, drawn: how many of those a step takes: the most frequent, and some of the others.
-    packed: whether matrices count as the CPU kernels round them from step ``second`` * steps on.
+    packed: whether matrices count as the CPU kernels round them from step ``second`` * steps on;
+    checks are of the head as it is.
     """
 
     seed: int = 0
@@ -99,20 +100,6 @@ def initial_head(bundle: Bundle, plan: TrainPlan, vocabulary: DraftVocabulary | 
     head.set_dtype(mx.float32)
     mx.eval(head)  # not its parameters alone: a rope's frequencies are none
     return head
-
-
-def _round(head: MTPHead) -> None:
-    """Put what the CPU kernels will hold in place of a head's matrices.
-
-    Gradients pass as if nothing had been rounded: the straight-through estimator (Bengio et al.,
-    arXiv 1308.3432).
-    """
-    head.update(
-        tree_map(
-            lambda w: w + mx.stop_gradient(rounded(w) - w) if w.ndim == 2 else w,
-            head.trainable_parameters(),
-        )
-    )
 
 
 def _optimiser() -> optimizers.MultiOptimizer:
@@ -184,20 +171,23 @@ class Trainer:
         """Mean loss of a batch and its gradient, the sequences shared between the streams."""
         weight = batch.weights[:, 1:].sum() * depth + 1e-6
         compare = self.plan.objective_at(self.step)
-        packed = self.plan.packed_at(self.step)
         output = self.attached.family.output_rows(self._ids.ids(self.step))
-        outputs = output, rounded(output) if packed else output
-        mx.eval(weight, outputs, self.head.parameters())  # all that the streams share
+        outputs, parameters = (output, output), self.head.trainable_parameters()
+        if self.plan.packed_at(self.step):
+            # Gradients are taken here, and change what has not been rounded: the straight-through
+            # estimator (Bengio et al., arXiv 1308.3432).
+            parameters = tree_map(lambda w: rounded(w) if w.ndim == 2 else w, parameters)
+            if self.head.vocabulary is not None:  # else the trunk's own output head drafts
+                outputs = output, rounded(output)
+        mx.eval(weight, outputs, parameters)  # all that the streams share
 
         def loss_of(attached: AttachedHead, part: Batch) -> mx.array:
             parts = (part.features, part.tokens, part.weights, outputs)
-            if packed:
-                _round(attached.head)
             return losses(attached, *parts, depth, compare)[0] / weight
 
         def work(item: tuple[AttachedHead, slice]) -> Any:
             attached, share = item
-            attached.head.update(self.head.parameters())
+            attached.head.update(parameters)
             found = nn.value_and_grad(attached.head, partial(loss_of, attached))(batch.part(share))
             mx.eval(found)
             return found
