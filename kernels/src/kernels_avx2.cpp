@@ -2,6 +2,7 @@
 #include "table.hpp"
 
 #if defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
+#include <cpuid.h>
 #include <immintrin.h>
 
 namespace mtplx {
@@ -88,7 +89,9 @@ struct V {
 }  // namespace
 
 const Kernels* avx2_kernels() {
-  const bool have = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
+  unsigned a, b, features = 0, d;  // Clang's __builtin_cpu_supports does not know F16C
+  const bool f16c = __get_cpuid(1, &a, &b, &features, &d) != 0 && (features & bit_F16C) != 0;
+  const bool have = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && f16c;
   return have ? &kTable : nullptr;
 }
 

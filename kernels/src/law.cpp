@@ -60,7 +60,7 @@ struct Sweeps {
   bool (*noise)(const std::uint32_t*, std::uint32_t, const std::int64_t*, const double*, double, double*);
 };
 
-Sweeps sweeps(LawIsa isa) {
+Sweeps sweeps([[maybe_unused]] LawIsa isa) {
 #if defined(__x86_64__)
   if (isa == LawIsa::avx2) return {avx2::scan, avx2::weigh, avx2::exponentials, avx2::noise};
   if (isa == LawIsa::avx512) return {avx512::scan, avx512::weigh, avx512::exponentials, avx512::noise};
@@ -365,7 +365,7 @@ std::size_t race(std::uint32_t key0, std::uint32_t key1, std::uint32_t position,
     // -log(1 - u) >= u: whoever comes late by that need not be timed.
     if (!run.noise(keys, position, some, p, earliest * kRoom, u)) continue;
     for (std::size_t i = 0; i < count; ++i) {
-      if (u[i] > p[i] * (earliest * kRoom)) continue;
+      if (!(u[i] <= p[i] * (earliest * kRoom))) continue;
       const double time = -std::log1p(-u[i]) / p[i];
       if (time < earliest) {
         earliest = time;

@@ -151,6 +151,8 @@ nb::tuple excess(Given<std::int64_t> p_ids, Given<double> p, Given<std::int64_t>
   if (p_ids.size() != p.size() || q_ids.size() != q.size()) throw nb::value_error("ids and probs must be of one length");
   std::vector<std::int64_t> ids;
   std::vector<double> masses;
+  ids.reserve(p.size());
+  masses.reserve(p.size());
   for (std::size_t i = 0, j = 0; i < p.size(); ++i) {
     const std::int64_t id = p_ids.data()[i];
     while (j < q.size() && q_ids.data()[j] < id) ++j;

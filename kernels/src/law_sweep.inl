@@ -96,7 +96,7 @@ MTPLX_LAW_TARGET bool exponentials(const float* row, std::size_t size, double hi
       Doubles p = r * kSeries[0] + kSeries[1];
       for (int term = 2; term < kTerms; ++term) p = p * r + kSeries[term];
       const Words bits = (Words)p + ((Words)shifted << 52);
-      const Longs low = !(x >= kLeastLog);
+      const Longs low = x < kLeastLog;
       const Doubles w = low ? Doubles{} : (Doubles)bits;
       below |= low;
       part += w;
@@ -148,7 +148,7 @@ MTPLX_LAW_TARGET bool noise(const std::uint32_t* keys, std::uint32_t position, c
       const Doubles u = (Doubles)(k | 0x3ff0000000000000U) - 1.0 + 0x1p-53;
       Doubles p;
       std::memcpy(&p, probs + i + half * kLanes / 2, sizeof p);
-      within |= !(u > p * bound);
+      within |= u <= p * bound;
       std::memcpy(out + i + half * kLanes / 2, &u, sizeof u);
     }
   }
