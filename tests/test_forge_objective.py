@@ -133,4 +133,5 @@ def test_of_bonuses_that_keep_nearly_as_much_the_highest_is_taken():
     kept[1] = 100 - 0.9 * np.abs(grid - 2)
     kept[2] = 100
     kept[4, 0] = 1
-    assert highest_of_the_best(kept) == (1.0, 3.0, 8.0, 0.0, 0.0)
+    # Nothing matched 4 tokens, nor 6 and more.
+    assert highest_of_the_best(kept) == (1.0, 3.0, 8.0, 8.0, 0.0, 0.0, 0.0, 0.0)

@@ -23,7 +23,7 @@ from ..sampler_config import SamplerConfig
 from .data import Data
 from .objective import rollout
 
-LONGEST = 5
+LONGEST = 8
 _GRID = np.arange(0.0, 8.01, 0.5)
 _TEMPERATURE = 0.6
 _NEARLY = 0.99
@@ -85,12 +85,16 @@ def fit_copy_bonus(attached: AttachedHead, data: Data, depth: int) -> tuple[floa
 
 
 def highest_of_the_best(kept: np.ndarray) -> tuple[float, ...]:
-    """For each match length the highest bonus that keeps nearly the most; 0 where nothing matched.
+    """For each match length the highest bonus that keeps nearly the most.
 
-    kept: (``LONGEST``, bonuses of the grid), drafts kept.
+    Where nothing matched it is that of a token less, 0 for the first.  kept: (``LONGEST``, bonuses
+    of the grid), drafts kept.
     """
-    near = (kept >= _NEARLY * kept.max(axis=1, keepdims=True)) & (kept > 0)
-    return tuple(float(_GRID[np.flatnonzero(row)[-1]]) if row.any() else 0.0 for row in near)
+    bonuses = [0.0]
+    for row in kept:
+        near = np.flatnonzero((row >= _NEARLY * row.max()) & (row > 0))
+        bonuses.append(float(_GRID[near[-1]]) if near.size else bonuses[-1])
+    return tuple(bonuses[1:])
 
 
 def _matches(
