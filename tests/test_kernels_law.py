@@ -343,7 +343,7 @@ def test_the_extension_gives_the_same_for_all_rows(native, library, config):
         found = native.law(rows, *request, level)
         assert len(found) == 5
         for row, (ids, probs, mass, nan, inf) in zip(rows, found, strict=True):
-            expected = call(library, row, config, ISAS.get(level, 0))
+            expected = call(library, row, config, ISAS.get(level.removesuffix("vnni"), 0))
             law = finished(expected, config, row.size) if expected.ids.size else None
             np.testing.assert_array_equal(ids, [] if law is None else law.token_ids)
             np.testing.assert_allclose(probs, [] if law is None else law.probs, rtol=1e-15, atol=0)
