@@ -31,26 +31,17 @@ constexpr double kSeries[kTerms] = {1.0 / 6227020800, 1.0 / 479001600, 1.0 / 399
 #define MTPLX_LAW_TARGET
 #define MTPLX_LAW_BYTES 16
 #include "law_sweep.inl"
-#undef MTPLX_LAW_NAME
-#undef MTPLX_LAW_TARGET
-#undef MTPLX_LAW_BYTES
 
 #if defined(__x86_64__)
 #define MTPLX_LAW_NAME avx2
 #define MTPLX_LAW_TARGET __attribute__((target("avx2,fma")))
 #define MTPLX_LAW_BYTES 32
 #include "law_sweep.inl"
-#undef MTPLX_LAW_NAME
-#undef MTPLX_LAW_TARGET
-#undef MTPLX_LAW_BYTES
 
 #define MTPLX_LAW_NAME avx512
 #define MTPLX_LAW_TARGET __attribute__((target("avx512f,avx512dq,avx512vl,avx512bw,fma")))
 #define MTPLX_LAW_BYTES 64
 #include "law_sweep.inl"
-#undef MTPLX_LAW_NAME
-#undef MTPLX_LAW_TARGET
-#undef MTPLX_LAW_BYTES
 #endif
 
 struct Sweeps {
@@ -319,8 +310,7 @@ void whole_law(const float* row, std::size_t size, double temperature, LawIsa is
   check_law(size, {temperature});
   if (!(temperature > 0.0)) throw std::invalid_argument("temperature must be positive");
   const Sweeps run = sweeps(isa);
-  out.probs.reset();
-  out.positive = 0;
+  out = {};
   if (!scan_row(row, size, run, scratch.maxima)) return;
   const float highest = *std::max_element(scratch.maxima.begin(), scratch.maxima.end());
   if (highest == -kInfinity) return;

@@ -1,6 +1,6 @@
 // The sweeps over a row, compiled once for each instruction set: law.cpp includes this file with MTPLX_LAW_NAME (a
-// namespace), MTPLX_LAW_TARGET (a function attribute) and MTPLX_LAW_BYTES (a vector's) set. Neither calls anything: it
-// would not be inlined.
+// namespace), MTPLX_LAW_TARGET (a function attribute) and MTPLX_LAW_BYTES (a vector's) set, and unset at the end. None of
+// them calls anything: it would not be inlined.
 
 namespace MTPLX_LAW_NAME {
 
@@ -158,3 +158,7 @@ MTPLX_LAW_TARGET bool noise(const std::uint32_t* keys, std::uint32_t position, c
 }
 
 }  // namespace MTPLX_LAW_NAME
+
+#undef MTPLX_LAW_NAME
+#undef MTPLX_LAW_TARGET
+#undef MTPLX_LAW_BYTES
