@@ -7,10 +7,7 @@
 
 namespace mtplx {
 const Kernels* avx512vnni_kernels() {
-  const bool have = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-                    __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
-                    __builtin_cpu_supports("avx512vnni");
-  return have ? &kTable : nullptr;
+  return avx512_kernels() != nullptr && __builtin_cpu_supports("avx512vnni") ? &kTable : nullptr;
 }
 }  // namespace mtplx
 #else

@@ -17,15 +17,7 @@ constexpr float kLeastPower = -126.0F;   // below 2^-126 a weight counts as 0
 constexpr float kPower[7] = {0x1p0F,        0x1.62e43p-1F,   0x1.ebfbep-3F, 0x1.c6aeccp-5F,
                              0x1.3b2a1cp-7F, 0x1.5f48cp-10F, 0x1.444p-13F};
 
-// Of exp in float64: the least argument whose power is a normal number, log 2 in two parts, 1/13! to 1/0!.
-constexpr double kLeastLog = -708.0;
-constexpr double kLongRounder = 6755399441055744.0;  // 1.5 * 2^52
-constexpr double kLog2E = 0x1.71547652b82fep+0;
-constexpr double kLog2High = 0x1.62e42fefa3800p-1, kLog2Low = 0x1.ef35793c76730p-45;
-constexpr int kTerms = 14;
-constexpr double kSeries[kTerms] = {1.0 / 6227020800, 1.0 / 479001600, 1.0 / 39916800, 1.0 / 3628800, 1.0 / 362880,
-                                    1.0 / 40320,      1.0 / 5040,      1.0 / 720,      1.0 / 120,     1.0 / 24,
-                                    1.0 / 6,          1.0 / 2,         1.0,            1.0};
+constexpr double kLeastLog = -708.0;     // below it exp is no normal float64
 
 #define MTPLX_LAW_NAME portable
 #define MTPLX_LAW_TARGET
@@ -48,7 +40,7 @@ struct Sweeps {
   bool (*scan)(const float*, std::size_t, float*);
   double (*weigh)(const float*, std::size_t, float, float, float, float*);
   bool (*exponentials)(const float*, std::size_t, double, double, double*, double*);
-  bool (*noise)(const std::uint32_t*, std::uint32_t, const std::int64_t*, const double*, double, double*);
+  bool (*noise)(std::uint32_t, std::uint32_t, std::uint32_t, const std::int64_t*, const double*, double, double*);
 };
 
 Sweeps sweeps([[maybe_unused]] LawIsa isa) {
@@ -335,11 +327,18 @@ void whole_law(const float* row, std::size_t size, double temperature, LawIsa is
   if (below) out.positive = static_cast<std::size_t>(std::count_if(w, w + size, [](double p) { return p > 0.0; }));
 }
 
+double uniform(std::uint32_t key0, std::uint32_t key1, std::uint32_t position, std::uint32_t id, LawIsa isa) {
+  const std::int64_t ids[kBlock] = {id};
+  const double probs[kBlock] = {};
+  double u[kBlock];
+  sweeps(isa).noise(key0, key1, position, ids, probs, 0.0, u);
+  return u[0];
+}
+
 std::size_t race(std::uint32_t key0, std::uint32_t key1, std::uint32_t position, const std::int64_t* ids,
                  const double* probs, std::size_t size, LawIsa isa) {
   constexpr double kRoom = 1.0 + 1e-9;
   const Sweeps run = sweeps(isa);
-  const std::uint32_t keys[3] = {key0, key1, key0 ^ key1 ^ 0x1BD11BDAU};
   std::size_t winner = 0;
   double earliest = std::numeric_limits<double>::infinity();
   double u[kBlock], rest_probs[kBlock];
@@ -353,7 +352,7 @@ std::size_t race(std::uint32_t key0, std::uint32_t key1, std::uint32_t position,
       p = std::fill_n(std::copy_n(p, count, rest_probs), kBlock - count, 0.0) - kBlock;
     }
     // -log(1 - u) >= u: whoever comes late by that need not be timed.
-    if (!run.noise(keys, position, some, p, earliest * kRoom, u)) continue;
+    if (!run.noise(key0, key1, position, some, p, earliest * kRoom, u)) continue;
     for (std::size_t i = 0; i < count; ++i) {
       if (!(u[i] <= p[i] * (earliest * kRoom))) continue;
       const double time = -std::log1p(-u[i]) / p[i];

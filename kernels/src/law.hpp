@@ -67,7 +67,10 @@ void law_row(const float* row, std::size_t size, const LawRequest& request, LawI
 // exp((logit - highest) / temperature) over their sum, in float64: what `law_row` and `finish_law` give without filters.
 void whole_law(const float* row, std::size_t size, double temperature, LawIsa isa, LawScratch& scratch, WholeLaw& out);
 
-// The place of the first of the lowest -log(1 - u) / p, u as in mtplx/rng.py; size >= 1.
+// The number in (0, 1) of an id, as mtplx/rng.py has it.
+double uniform(std::uint32_t key0, std::uint32_t key1, std::uint32_t position, std::uint32_t id, LawIsa isa);
+
+// The place of the first of the lowest -log(1 - u) / p, u an id's `uniform`; size >= 1.
 std::size_t race(std::uint32_t key0, std::uint32_t key1, std::uint32_t position, const std::int64_t* ids,
                  const double* probs, std::size_t size, LawIsa isa);
 

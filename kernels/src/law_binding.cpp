@@ -4,7 +4,6 @@
 #include <nanobind/stl/string.h>
 
 #include <algorithm>
-#include <bit>
 #include <cmath>
 #include <limits>
 #include <memory>
@@ -116,20 +115,8 @@ nb::list whole_laws(const mlx::core::array& rows, double temperature, const std:
   return out;
 }
 
-// Threefry-2x32 with 20 rounds, and the upper 52 bits of its words as a number in (0, 1), as in mtplx/rng.py.
 double uniform(std::uint32_t key0, std::uint32_t key1, std::uint32_t position, std::uint32_t id) {
-  constexpr int kRotations[2][4] = {{13, 15, 26, 6}, {17, 29, 16, 24}};
-  const std::uint32_t keys[3] = {key0, key1, key0 ^ key1 ^ 0x1BD11BDAU};
-  std::uint32_t x0 = id + keys[0], x1 = position + keys[1];
-  for (std::uint32_t block = 0; block < 5; ++block) {
-    for (const int rotation : kRotations[block % 2]) {
-      x0 += x1;
-      x1 = std::rotl(x1, rotation) ^ x0;
-    }
-    x0 += keys[(block + 1) % 3];
-    x1 += keys[(block + 2) % 3] + block + 1;
-  }
-  return (static_cast<double>(std::uint64_t{x0} << 20 | x1 >> 12) + 0.5) * 0x1p-52;
+  return mtplx::uniform(key0, key1, position, id, isa_named(""));
 }
 
 std::int64_t race(std::uint32_t key0, std::uint32_t key1, std::uint32_t position, Given<std::int64_t> ids,

@@ -14,6 +14,15 @@ typedef double Doubles __attribute__((vector_size(MTPLX_LAW_BYTES)));
 typedef std::int64_t Longs __attribute__((vector_size(MTPLX_LAW_BYTES)));
 typedef std::uint64_t Words __attribute__((vector_size(MTPLX_LAW_BYTES)));
 
+// Of exp in float64: log 2 in two parts, 1/13! to 1/0!.
+constexpr double kLongRounder = 6755399441055744.0;  // 1.5 * 2^52
+constexpr double kLog2E = 0x1.71547652b82fep+0;
+constexpr double kLog2High = 0x1.62e42fefa3800p-1, kLog2Low = 0x1.ef35793c76730p-45;
+constexpr int kTerms = 14;
+constexpr double kSeries[kTerms] = {1.0 / 6227020800, 1.0 / 479001600, 1.0 / 39916800, 1.0 / 3628800, 1.0 / 362880,
+                                    1.0 / 40320,      1.0 / 5040,      1.0 / 720,      1.0 / 120,     1.0 / 24,
+                                    1.0 / 6,          1.0 / 2,         1.0,            1.0};
+
 // maxima[i] = the highest of 64 logits; `size` is a multiple of 64. Whether all logits are < +inf and none is NaN.
 MTPLX_LAW_TARGET bool scan(const float* row, std::size_t size, float* maxima) {
   Ints good = Ints{} == 0;
@@ -114,10 +123,11 @@ MTPLX_LAW_TARGET bool exponentials(const float* row, std::size_t size, double hi
   return any != 0;
 }
 
-// out[i] = the uniform number of ids[i], as `uniform` in law_binding.cpp has it, for 64 ids. Whether one of them is not
-// above bound * probs[i].
-MTPLX_LAW_TARGET bool noise(const std::uint32_t* keys, std::uint32_t position, const std::int64_t* ids,
+// out[i] = a number in (0, 1) for each of 64 ids: Threefry-2x32 with 20 rounds, and the upper 52 bits of its words, as in
+// mtplx/rng.py. Whether one of them is not above bound * probs[i].
+MTPLX_LAW_TARGET bool noise(std::uint32_t key0, std::uint32_t key1, std::uint32_t position, const std::int64_t* ids,
                             const double* probs, double bound, double* out) {
+  const std::uint32_t keys[3] = {key0, key1, key0 ^ key1 ^ 0x1BD11BDAU};
   constexpr int kRotations[2][4] = {{13, 15, 26, 6}, {17, 29, 16, 24}};
   Longs within = {};
   for (std::size_t i = 0; i < kBlock; i += kLanes) {

@@ -69,19 +69,17 @@ class TrainPlan:
     streams: int = 2
     check_every: int = 100
 
+    def unrolled(self, step: int) -> bool:
+        """Whether a step is one of the last, which ``second`` divides from the others."""
+        return step >= self.second * self.steps
+
     def depth_at(self, step: int) -> int:
         """Draft steps unrolled in a step."""
-        return self.depth if step >= self.second * self.steps else 1
+        return self.depth if self.unrolled(step) else 1
 
     def objective_at(self, step: int) -> Objective:
         """What a step minimises."""
-        if step >= self.second * self.steps:
-            return Objective(self.temperature, self.acceptance)
-        return Objective()
-
-    def packed_at(self, step: int) -> bool:
-        """Whether a step is of rounded matrices."""
-        return self.packed and step >= self.second * self.steps
+        return Objective(self.temperature, self.acceptance) if self.unrolled(step) else Objective()
 
     def rate_at(self, step: int) -> float:
         """The share of the learning rates that a step takes."""
@@ -173,7 +171,7 @@ class Trainer:
         compare = self.plan.objective_at(self.step)
         output = self.attached.family.output_rows(self._ids.ids(self.step))
         outputs, parameters = (output, output), self.head.trainable_parameters()
-        if self.plan.packed_at(self.step):
+        if self.plan.packed and self.plan.unrolled(self.step):
             # Gradients are taken here, and change what has not been rounded: the straight-through
             # estimator (Bengio et al., arXiv 1308.3432).
             parameters = tree_map(lambda w: rounded(w) if w.ndim == 2 else w, parameters)
