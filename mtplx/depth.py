@@ -84,6 +84,10 @@ DEFAULT_COSTS = Costs(
 KERNEL_COSTS = Costs(
     (1.0, 1.17, 1.43, 1.66, 1.96, 2.32, 2.65, 2.94, 3.36, 3.68, 4.0, 4.33, 4.65), 0.075, 0.08
 )
+# And at the level "avx512vnni", on 2 cores of a Zen 4.
+VNNI_COSTS = Costs(
+    (1.0, 1.04, 1.09, 1.21, 1.35, 1.48, 1.78, 1.96, 2.17, 2.38, 2.58, 2.78, 2.98), 0.05, 0.07
+)
 
 
 class Choice(NamedTuple):

@@ -39,7 +39,6 @@ Key = tuple[int, int]
 _ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
 _PARITY = 0x1BD11BDA
 _WORD = 0xFFFFFFFF
-_COIN = np.zeros(1, np.int64)
 
 
 class Domain(IntEnum):
@@ -92,9 +91,10 @@ def _word(name: str, value: int, bits: int) -> int:
     return number
 
 
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=4096, typed=True)
 def _derived(domain: int, seed: int, stream: int, offset: int) -> Key:
-    key = _fold((seed >> 32, seed & _WORD), domain, offset)
+    seed, stream = _word("seed", seed, 64), _word("stream", stream, 64)
+    key = _fold((seed >> 32, seed & _WORD), int(domain), _word("offset", offset, 32))
     return _fold(key, stream >> 32, stream & _WORD)
 
 
@@ -104,21 +104,28 @@ def derive_key(domain: Domain, seed: int, stream: int = 0, offset: int = 0) -> K
     seed, stream: in [0, 2^64).  offset: in [0, 2^32), the place in the block (DRAFT, ACCEPT).
     Raises ``ValueError`` for anything else, a float or a bool included.
     """
-    words = _word("seed", seed, 64), _word("stream", stream, 64), _word("offset", offset, 32)
-    return _derived(int(domain), *words)
+    try:
+        return _derived(domain, seed, stream, offset)
+    except TypeError:  # what has no hash is no integer
+        return _derived.__wrapped__(domain, seed, stream, offset)
 
 
 def uniforms(key: Key, position: int, token_ids: NDArray[np.integer]) -> Floats:
     """Uniforms in (0, 1), one a token id: (k + 1/2) 2^-52, k the top 52 bits of two words."""
     if token_ids.size == 1 and token_ids.ndim == 1:
-        if native.loaded is not None:
-            return np.array([native.loaded.uniform(*key, position, int(token_ids[0]))])
-        one, two = _fold(key, int(token_ids[0]), position)
-        return np.array([(((one << 20) | (two >> 12)) + 0.5) * 2.0**-52])
+        return np.array([uniform(key, position, int(token_ids[0]))])
     counter = token_ids.astype(np.uint32)
     first, second = threefry2x32(key, counter, np.full_like(counter, position))
     k = (first.astype(np.uint64) << np.uint64(20)) | (second >> np.uint32(12))
     return (k.astype(np.float64) + 0.5) * 2.0**-52
+
+
+def uniform(key: Key, position: int, token_id: int) -> float:
+    """One of ``uniforms``."""
+    if native.loaded is not None:
+        return float(native.loaded.uniform(*key, position, token_id))
+    one, two = _fold(key, token_id, position)
+    return (((one << 20) | (two >> 12)) + 0.5) * 2.0**-52
 
 
 def exponentials(key: Key, position: int, token_ids: NDArray[np.integer]) -> Floats:
@@ -168,7 +175,7 @@ class Draws:
     def accept(self, start: int, offset: int) -> float:
         """The uniform in (0, 1) that judges the draft token at ``offset``."""
         key = derive_key(Domain.ACCEPT, self.seed, self.stream, offset)
-        return float(uniforms(key, start, _COIN)[0])
+        return uniform(key, start, 0)
 
     def residual(self, position: int, law: Distribution) -> int:
         """The token recovered at the first rejection."""

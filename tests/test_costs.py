@@ -15,7 +15,7 @@ import mtplx
 import mtplx.console
 from mtplx import costs, native
 from mtplx.cpu_layers import is_fused
-from mtplx.depth import DEFAULT_COSTS, KERNEL_COSTS, Costs
+from mtplx.depth import DEFAULT_COSTS, KERNEL_COSTS, VNNI_COSTS, Costs
 from mtplx.engine import Engine
 from mtplx.errors import MtplxError
 
@@ -134,7 +134,9 @@ def broken(entries):
 
 
 def default(bundle) -> Costs:
-    return KERNEL_COSTS if is_fused(bundle.trunk) else DEFAULT_COSTS
+    if not is_fused(bundle.trunk):
+        return DEFAULT_COSTS
+    return VNNI_COSTS if native.status().isa == "avx512vnni" else KERNEL_COSTS
 
 
 def test_a_damaged_file_means_default_costs_and_says_so(headed, file, capsys):

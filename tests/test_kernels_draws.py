@@ -118,6 +118,22 @@ def test_the_excess_is_numpys_bit_for_bit(native, by_numpy, scale):
                 assert a.dtype == b.dtype
 
 
+@pytest.mark.parametrize("scale", [1.0, 0.37, 1e-300])
+def test_the_excess_of_a_law_of_all_ids_is_numpys_bit_for_bit(native, by_numpy, scale):
+    generator = np.random.default_rng(3)
+    for size in (1, 2, 63, 700):
+        p = SparseDistribution(np.arange(size), generator.random(size), size)
+        for count in {1, size // 2 + 1, size}:
+            ids = generator.permutation(size)[:count]
+            # Where q is p itself nothing is left; above it, and where p is 0, even less.
+            for probs in (generator.random(count), p.probs[ids], 1e300 * p.probs[ids]):
+                q = SparseDistribution(ids, probs, size)
+                found, expected = excess(p, q, scale), by_numpy(excess, p, q, scale)
+                for a, b in zip(found, expected, strict=True):
+                    np.testing.assert_array_equal(a, b)
+                    assert a.dtype == b.dtype
+
+
 def test_a_probability_is_found_by_its_id(native, by_numpy):
     law = random_law(np.random.default_rng(6), 60)
     for token in range(-1, law.vocab_size + 1):

@@ -174,13 +174,13 @@ def noise_used(monkeypatch):
     """Which (key, position) each method of ``Draws`` draws from."""
     used = []
     monkeypatch.setattr(rng, "race", lambda key, position, law: used.append((key, position)) or 0)
-    real = rng.uniforms
+    real = rng.uniform
 
-    def recording(key, position, ids):
+    def recording(key, position, token_id):
         used.append((key, position))
-        return real(key, position, ids)
+        return real(key, position, token_id)
 
-    monkeypatch.setattr(rng, "uniforms", recording)
+    monkeypatch.setattr(rng, "uniform", recording)
     return used
 
 

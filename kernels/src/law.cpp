@@ -40,15 +40,16 @@ struct Sweeps {
   bool (*scan)(const float*, std::size_t, float*);
   double (*weigh)(const float*, std::size_t, float, float, float, float*);
   bool (*exponentials)(const float*, std::size_t, double, double, double*, double*);
+  void (*divide)(double*, std::size_t, double);
   bool (*noise)(std::uint32_t, std::uint32_t, std::uint32_t, const std::int64_t*, const double*, double, double*);
 };
 
 Sweeps sweeps([[maybe_unused]] LawIsa isa) {
 #if defined(__x86_64__)
-  if (isa == LawIsa::avx2) return {avx2::scan, avx2::weigh, avx2::exponentials, avx2::noise};
-  if (isa == LawIsa::avx512) return {avx512::scan, avx512::weigh, avx512::exponentials, avx512::noise};
+  if (isa == LawIsa::avx2) return {avx2::scan, avx2::weigh, avx2::exponentials, avx2::divide, avx2::noise};
+  if (isa == LawIsa::avx512) return {avx512::scan, avx512::weigh, avx512::exponentials, avx512::divide, avx512::noise};
 #endif
-  return {portable::scan, portable::weigh, portable::exponentials, portable::noise};
+  return {portable::scan, portable::weigh, portable::exponentials, portable::divide, portable::noise};
 }
 
 // log2(e) / temperature in two floats.
@@ -323,7 +324,7 @@ void whole_law(const float* row, std::size_t size, double temperature, LawIsa is
       if (x < kLeastLog) w[i] = std::exp(x);  // next to nothing, so not in the sum
     }
   }
-  for (std::size_t i = 0; i < size; ++i) w[i] /= total;
+  run.divide(w, room, total);
   if (below) out.positive = static_cast<std::size_t>(std::count_if(w, w + size, [](double p) { return p > 0.0; }));
 }
 

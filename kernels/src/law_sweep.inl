@@ -123,6 +123,16 @@ MTPLX_LAW_TARGET bool exponentials(const float* row, std::size_t size, double hi
   return any != 0;
 }
 
+// values[i] /= by. `size` is a multiple of 64.
+MTPLX_LAW_TARGET void divide(double* values, std::size_t size, double by) {
+  for (std::size_t i = 0; i < size; i += kLanes / 2) {
+    Doubles v;
+    std::memcpy(&v, values + i, sizeof v);
+    v = v / by;
+    std::memcpy(values + i, &v, sizeof v);
+  }
+}
+
 // out[i] = a number in (0, 1) for each of 64 ids: Threefry-2x32 with 20 rounds, and the upper 52 bits of its words, as in
 // mtplx/rng.py. Whether one of them is not above bound * probs[i].
 MTPLX_LAW_TARGET bool noise(std::uint32_t key0, std::uint32_t key1, std::uint32_t position, const std::int64_t* ids,

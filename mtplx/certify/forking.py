@@ -1,6 +1,6 @@
 """Noise that forks: a play with the shipped functions, over every outcome of its draws.
 
-Only the noise is replaced, below ``Draws``: ``rng.race`` and ``rng.uniforms`` fork the play instead
+Only the noise is replaced, below ``Draws``: ``rng.race`` and ``rng.uniform`` fork the play instead
 of computing an outcome. Noise is known by its Threefry key and position, so draws with equal keys
 are one random variable and draws with different keys are independent:
 
@@ -163,8 +163,8 @@ class Noise:
         shares = joint_of_two_races(first, tuple(law.tolist()))[winner]
         return self.fork([(s, token) for token, s in enumerate((shares / shares.sum()).tolist())])
 
-    def uniforms(self, key: rng.Key, position: int, ids: NDArray[np.integer]) -> Floats:
-        """In place of ``rng.uniforms``: one uniform, below the next announced flip, or above."""
+    def uniform(self, key: rng.Key, position: int, token_id: int) -> float:
+        """In place of ``rng.uniform``: one uniform, below the next announced flip, or above."""
         low, high = self.known.get((key, position), (0.0, 1.0))
         # A coin that nobody announced may be cut anywhere: it decides nothing, or it shows.
         flip = min(max(self.flips.pop(0) if self.flips else 0.5, low), high)
@@ -175,8 +175,8 @@ class Noise:
         interval = self.fork(halves)
         self.known[key, position] = interval
         if interval[1] == flip and flip > low:
-            return np.array([min(flip * (1 - NEAR), 1 - 2.0**-53)])
-        return np.array([max(flip * (1 + NEAR), 2.0**-53)])
+            return min(flip * (1 - NEAR), 1 - 2.0**-53)
+        return max(flip * (1 + NEAR), 2.0**-53)
 
 
 @contextmanager
@@ -197,7 +197,7 @@ def play_all(play: Callable[[Noise], T]) -> Iterator[tuple[float, T]]:
     script: list[int] | None = []
     while script is not None:
         noise = Noise(script=list(script))
-        with swapped(rng, race=noise.race, uniforms=noise.uniforms):
+        with swapped(rng, race=noise.race, uniform=noise.uniform):
             result = play(noise)
         yield noise.weight, result
         script = noise.script
