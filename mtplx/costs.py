@@ -163,18 +163,14 @@ def in_force(bundle: Bundle, draft_model: Bundle | None = None) -> tuple[Costs, 
         found = stored(bundle)
     except (MtplxError, OSError) as e:  # costs only decide about speed
         found, note = None, {"note": str(e)}
-    costs = (found or _default(bundle)).relative()
+    kernels = VNNI_COSTS if native.status().isa == "avx512vnni" else KERNEL_COSTS
+    default = kernels if is_fused(bundle.trunk) else DEFAULT_COSTS
+    costs = (found or default).relative()
     source = "default" if found is None else "tuned"
     if draft_model is not None:
         share = round(_nbytes(draft_model) / _nbytes(bundle), 4)
         costs, note["draft_from"] = Costs(costs.forward, share), "bytes"
     return costs, {"from": source, **_numbers(costs), **note}
-
-
-def _default(bundle: Bundle) -> Costs:
-    if not is_fused(bundle.trunk):
-        return DEFAULT_COSTS
-    return VNNI_COSTS if native.status().isa == "avx512vnni" else KERNEL_COSTS
 
 
 def _nbytes(bundle: Bundle) -> int:
