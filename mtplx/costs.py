@@ -163,8 +163,9 @@ def in_force(bundle: Bundle, draft_model: Bundle | None = None) -> tuple[Costs, 
         found = stored(bundle)
     except (MtplxError, OSError) as e:  # costs only decide about speed
         found, note = None, {"note": str(e)}
-    kernels = VNNI_COSTS if native.status().isa == "avx512vnni" else KERNEL_COSTS
-    default = kernels if is_fused(bundle.trunk) else DEFAULT_COSTS
+    default = DEFAULT_COSTS
+    if is_fused(bundle.trunk):
+        default = VNNI_COSTS if native.status().isa == "avx512vnni" else KERNEL_COSTS
     costs = (found or default).relative()
     source = "default" if found is None else "tuned"
     if draft_model is not None:

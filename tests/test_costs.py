@@ -139,6 +139,12 @@ def default(bundle) -> Costs:
     return VNNI_COSTS if native.status().isa == "avx512vnni" else KERNEL_COSTS
 
 
+def test_the_kernels_are_asked_for_only_where_a_trunk_runs_on_them(headed, file, monkeypatch):
+    monkeypatch.setattr(costs, "is_fused", lambda trunk: False)
+    monkeypatch.setattr(native, "status", lambda: pytest.fail("nothing here runs on them"))
+    assert costs.in_force(headed)[0] == DEFAULT_COSTS
+
+
 def test_a_damaged_file_means_default_costs_and_says_so(headed, file, capsys):
     costs.store(headed, SOME)
     for text in broken(json.loads(file.read_text())).values():

@@ -149,6 +149,13 @@ def test_distinct_arguments_give_distinct_keys():
     assert all(0 <= w <= WORD for key in keys for w in key)
 
 
+def test_a_key_is_of_the_number_that_a_seed_is_now():
+    seed = mx.array(5)
+    assert derive_key(Domain.RACE, seed) == derive_key(Domain.RACE, 5)
+    seed += 1
+    assert derive_key(Domain.RACE, seed) == derive_key(Domain.RACE, 6)
+
+
 def test_distinct_decisions_use_distinct_noise():
     """Every draw of a request, over positions, offsets and domains: no uniform occurs twice."""
     seen = {}
