@@ -93,8 +93,7 @@ def _word(name: str, value: int, bits: int) -> int:
 
 @lru_cache(maxsize=4096)
 def _derived(domain: int, seed: int, stream: int, offset: int) -> Key:
-    seed, stream = _word("seed", seed, 64), _word("stream", stream, 64)
-    key = _fold((seed >> 32, seed & _WORD), int(domain), _word("offset", offset, 32))
+    key = _fold((seed >> 32, seed & _WORD), domain, offset)
     return _fold(key, stream >> 32, stream & _WORD)
 
 
@@ -104,9 +103,8 @@ def derive_key(domain: Domain, seed: int, stream: int = 0, offset: int = 0) -> K
     seed, stream: in [0, 2^64).  offset: in [0, 2^32), the place in the block (DRAFT, ACCEPT).
     Raises ``ValueError`` for anything else, a float or a bool included.
     """
-    if type(seed) is type(stream) is type(offset) is int:
-        return _derived(domain, seed, stream, offset)
-    return _derived.__wrapped__(domain, seed, stream, offset)  # of what may change or have no hash
+    words = _word("seed", seed, 64), _word("stream", stream, 64), _word("offset", offset, 32)
+    return _derived(int(domain), *words)
 
 
 def uniforms(key: Key, position: int, token_ids: NDArray[np.integer]) -> Floats:

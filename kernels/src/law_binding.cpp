@@ -133,45 +133,29 @@ double probability(Given<std::int64_t> ids, Given<double> probs, std::int64_t id
   return found != end && *found == id ? probs.data()[found - ids.data()] : 0.0;
 }
 
-// `excess` where p has every id from 0 on: q is taken off at its places, and what is left is moved together.
-nb::tuple excess_of_all(Given<double> p, Given<std::int64_t> q_ids, Given<double> q, double scale) {
-  const auto size = static_cast<std::int64_t>(p.size());
-  std::vector<std::int64_t> ids(p.size());
-  std::vector<double> masses(p.size());
-  for (std::int64_t i = 0; i < size; ++i) masses[i] = scale * p.data()[i];
+// (scale p - q)+ by id, both ascending: the ids where it is positive, and how much it is there.
+nb::tuple excess(Given<std::int64_t> p_ids, Given<double> p, Given<std::int64_t> q_ids, Given<double> q, double scale) {
+  if (p_ids.size() != p.size() || q_ids.size() != q.size()) throw nb::value_error("ids and probs must be of one length");
+  const std::size_t size = p.size();
+  const std::int64_t *begin = p_ids.data(), *end = begin + size;
+  std::vector<std::int64_t> ids(size);
+  std::vector<double> masses(size);
+  for (std::size_t i = 0; i < size; ++i) masses[i] = scale * p.data()[i];
   for (std::size_t j = 0; j < q.size(); ++j) {
     const std::int64_t id = q_ids.data()[j];
-    if (id >= 0 && id < size) masses[id] -= q.data()[j];
+    // In a law of all ids each stands at its own place, and need not be looked for.
+    const bool own = id >= 0 && static_cast<std::size_t>(id) < size && begin[id] == id;
+    const std::int64_t* at = own ? begin + id : std::lower_bound(begin, end, id);
+    if (at != end && *at == id) masses[at - begin] -= q.data()[j];
   }
   std::size_t kept = 0;
-  for (std::int64_t i = 0; i < size; ++i) {  // without a branch, which would be guessed wrong where p and q are close
-    ids[kept] = i;
+  for (std::size_t i = 0; i < size; ++i) {  // without a branch, which would be guessed wrong where p and q are close
+    ids[kept] = begin[i];
     masses[kept] = masses[i];
     kept += masses[i] > 0.0 ? 1 : 0;
   }
   ids.resize(kept);
   masses.resize(kept);
-  return nb::make_tuple(to_numpy(std::move(ids)), to_numpy(std::move(masses)));
-}
-
-// (scale p - q)+ by id, both ascending: the ids where it is positive, and how much it is there.
-nb::tuple excess(Given<std::int64_t> p_ids, Given<double> p, Given<std::int64_t> q_ids, Given<double> q, double scale) {
-  if (p_ids.size() != p.size() || q_ids.size() != q.size()) throw nb::value_error("ids and probs must be of one length");
-  const std::size_t size = p_ids.size();
-  const bool all = size > 0 && p_ids.data()[0] == 0 && p_ids.data()[size - 1] == static_cast<std::int64_t>(size) - 1;
-  if (all) return excess_of_all(p, q_ids, q, scale);
-  std::vector<std::int64_t> ids;
-  std::vector<double> masses;
-  ids.reserve(p.size());
-  masses.reserve(p.size());
-  for (std::size_t i = 0, j = 0; i < p.size(); ++i) {
-    const std::int64_t id = p_ids.data()[i];
-    while (j < q.size() && q_ids.data()[j] < id) ++j;
-    const double mass = scale * p.data()[i] - (j < q.size() && q_ids.data()[j] == id ? q.data()[j] : 0.0);
-    if (!(mass > 0.0)) continue;
-    ids.push_back(id);
-    masses.push_back(mass);
-  }
   return nb::make_tuple(to_numpy(std::move(ids)), to_numpy(std::move(masses)));
 }
 
