@@ -9,17 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from . import costs, engine
+from . import costs, drafters, engine
 from .depth import COPY_LIMIT, HEAD_LIMIT, Costs
-from .drafters import (
-    AutoDrafter,
-    Drafter,
-    ModelDrafter,
-    MTPDrafter,
-    NgramDrafter,
-    NoDrafter,
-    shared_vocabulary,
-)
 from .errors import RequestError
 from .families import family_of
 from .grammar import compile_grammar
@@ -182,28 +173,31 @@ def _check_bias(bundle: Bundle, options: Options) -> None:
             )
 
 
-def _drafter(bundle: Bundle, options: Options, known: Costs | None) -> Drafter:
+def _drafter(bundle: Bundle, options: Options, known: Costs | None) -> drafters.Drafter:
     """known: the costs by which depths are chosen, None if they are not."""
     draft = options.draft
     if draft == "none":
-        return NoDrafter()
+        return drafters.NoDrafter()
     model = _drawing(bundle, options)
     if known is None:
-        return model or NgramDrafter()
-    return AutoDrafter(model, None if draft in ("mtp", "model") else NgramDrafter(), known)
+        return model or drafters.NgramDrafter()
+    if draft in ("mtp", "model"):
+        return drafters.AutoDrafter(model, None, known)
+    shared = model.index if isinstance(model, drafters.MTPDrafter) else None
+    return drafters.AutoDrafter(model, drafters.NgramDrafter(shared), known)
 
 
-def _drawing(bundle: Bundle, options: Options) -> Drafter | None:
+def _drawing(bundle: Bundle, options: Options) -> drafters.Drafter | None:
     """The drafter that draws from a law of its own, if there is to be one."""
     small = options.draft_model
     if isinstance(small, Bundle):
-        shared = shared_vocabulary(bundle.tokenizer, small.tokenizer)
+        shared = drafters.shared_vocabulary(bundle.tokenizer, small.tokenizer)
         context = _configured(small, "max_position_embeddings")
-        return ModelDrafter(family_of(small.trunk), shared, context)
+        return drafters.ModelDrafter(family_of(small.trunk), shared, context)
     head = bundle.attached if options.draft in ("auto", "mtp") else None
     if options.draft == "mtp" and head is None:
         raise RequestError("draft 'mtp' needs an MTP head, and this model has none")
-    return None if head is None else MTPDrafter(head)
+    return None if head is None else drafters.MTPDrafter(head)
 
 
 def _history(bundle: Bundle, ids: Sequence[int], options: Options) -> History:

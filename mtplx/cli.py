@@ -14,40 +14,8 @@ from typing import Annotated, Any, Literal
 import typer
 
 from . import __version__, console
-from .arguments import (
-    AnyTrunk,
-    Ban,
-    Bias,
-    Blas,
-    Depth,
-    Draft,
-    DraftModel,
-    Head,
-    Json,
-    JsonSchema,
-    Logprobs,
-    MaxTokens,
-    MinP,
-    MinTokens,
-    Model,
-    Penalty,
-    Prompt,
-    Raw,
-    Regex,
-    Repetition,
-    Seed,
-    ShowDrafts,
-    Stop,
-    Temperature,
-    TopK,
-    TopLogprobs,
-    TopP,
-    Verify,
-    Weights,
-    open_model,
-    prepare,
-    read_file,
-)
+from . import arguments as arg
+from .arguments import open_model, prepare, read_file
 from .blas import Choice, describe
 from .certify_cli import certify
 from .console import reported as _reported
@@ -144,36 +112,36 @@ def _result(result: Any) -> dict[str, Any]:
 
 @app.command()
 def generate(
-    prompt: Prompt = None,
-    model: Model = DEFAULT_MODEL,
-    temperature: Temperature = 0.6,
-    top_p: TopP = 0.95,
-    top_k: TopK = 20,
-    min_p: MinP = 0.0,
-    presence_penalty: Penalty = 0.0,
-    frequency_penalty: Penalty = 0.0,
-    repetition_penalty: Repetition = 1.0,
-    logit_bias: Bias = None,
-    ban: Ban = None,
-    seed: Seed = None,
-    max_tokens: MaxTokens = 256,
-    min_tokens: MinTokens = 0,
-    stop: Stop = None,
-    json_schema: JsonSchema = None,
-    regex: Regex = None,
-    logprobs: Logprobs = False,
-    top_logprobs: TopLogprobs = 0,
-    draft: Draft = "auto",
-    draft_model: DraftModel = None,
-    depth: Depth = "auto",
-    verify: Verify = None,
-    raw: Raw = False,
-    as_json: Json = False,
-    show_drafts: ShowDrafts = False,
-    head: Head = "auto",
-    any_trunk: AnyTrunk = False,
-    weights: Weights = "auto",
-    blas: Blas = "auto",
+    prompt: arg.Prompt = None,
+    model: arg.Model = DEFAULT_MODEL,
+    temperature: arg.Temperature = 0.6,
+    top_p: arg.TopP = 0.95,
+    top_k: arg.TopK = 20,
+    min_p: arg.MinP = 0.0,
+    presence_penalty: arg.Penalty = 0.0,
+    frequency_penalty: arg.Penalty = 0.0,
+    repetition_penalty: arg.Repetition = 1.0,
+    logit_bias: arg.Bias = None,
+    ban: arg.Ban = None,
+    seed: arg.Seed = None,
+    max_tokens: arg.MaxTokens = 256,
+    min_tokens: arg.MinTokens = 0,
+    stop: arg.Stop = None,
+    json_schema: arg.JsonSchema = None,
+    regex: arg.Regex = None,
+    logprobs: arg.Logprobs = False,
+    top_logprobs: arg.TopLogprobs = 0,
+    draft: arg.Draft = "auto",
+    draft_model: arg.DraftModel = None,
+    depth: arg.Depth = "auto",
+    verify: arg.Verify = None,
+    raw: arg.Raw = False,
+    as_json: arg.Json = False,
+    show_drafts: arg.ShowDrafts = False,
+    head: arg.Head = "auto",
+    any_trunk: arg.AnyTrunk = False,
+    weights: arg.Weights = "auto",
+    blas: arg.Blas = "auto",
 ) -> None:
     """Generate text from a prompt: exactly what plain decoding would say, only faster."""
     given = locals()
@@ -213,7 +181,7 @@ def inspect(
     model: Annotated[
         str, typer.Argument(help="A known name, a directory, a .gguf file or org/name.")
     ],
-    as_json: Json = False,
+    as_json: arg.Json = False,
 ) -> None:
     """Say what a model is, whose each of its tensors is and what would run; reads no weights.
 
@@ -278,11 +246,11 @@ def bench(
     ] = None,
     full: Annotated[bool, typer.Option("--full", help="For mtp and cpu: all prompts.")] = False,
     plot: Annotated[Path | None, typer.Option(help="For exactness: a PNG to write.")] = None,
-    as_json: Json = False,
+    as_json: arg.Json = False,
     markdown: Annotated[bool, typer.Option("--markdown", help="Print a Markdown table.")] = False,
-    head: Head = "auto",
-    any_trunk: AnyTrunk = False,
-    blas: Blas = "auto",
+    head: arg.Head = "auto",
+    any_trunk: arg.AnyTrunk = False,
+    blas: arg.Blas = "auto",
 ) -> None:
     """Measure ratios side by side on this machine. Run it with nothing else running."""
     with _reported():
@@ -302,12 +270,12 @@ def bench(
 
 @app.command()
 def tune(
-    model: Model = DEFAULT_MODEL,
-    as_json: Json = False,
-    head: Head = "auto",
-    any_trunk: AnyTrunk = False,
-    weights: Weights = "auto",
-    blas: Blas = "auto",
+    model: arg.Model = DEFAULT_MODEL,
+    as_json: arg.Json = False,
+    head: arg.Head = "auto",
+    any_trunk: arg.AnyTrunk = False,
+    weights: arg.Weights = "auto",
+    blas: arg.Blas = "auto",
 ) -> None:
     """Measure what drafts cost here, with nothing else running; --depth auto then chooses by it."""
     with _reported():
@@ -320,18 +288,11 @@ def tune(
             found = costs.measure(bundle, lambda: step("measuring"))
         path = costs.store(bundle, found)
         if as_json:
-            relative = found.relative()
-            console.print_json(
-                {
-                    "forward_seconds": found.forward,
-                    "forward": relative.forward,
-                    "draft_seconds": found.draft,
-                    "draft": relative.draft,
-                    "start_seconds": found.start,
-                    "start": relative.start,
-                    "stored": str(path),
-                }
-            )
+            told: dict[str, Any] = {}
+            for part in ("forward", "draft", "start"):
+                told[f"{part}_seconds"] = getattr(found, part)
+                told[part] = getattr(found.relative(), part)
+            console.print_json({**told, "stored": str(path)})
         else:
             console.print_costs(found, costs.ROWS, path)
 
@@ -339,14 +300,14 @@ def tune(
 @app.command()
 def compare(
     prompt: Annotated[str | None, typer.Argument(help="Yours, or a text to correct.")] = None,
-    model: Model = DEFAULT_MODEL,
+    model: arg.Model = DEFAULT_MODEL,
     max_tokens: Annotated[int, typer.Option("--max-tokens", "-n")] = 160,
-    temperature: Temperature = 0.6,
+    temperature: arg.Temperature = 0.6,
     seed: Annotated[int, typer.Option(help="The same for both.")] = 1,
-    head: Head = "auto",
-    any_trunk: AnyTrunk = False,
-    weights: Weights = "auto",
-    blas: Blas = "auto",
+    head: arg.Head = "auto",
+    any_trunk: arg.AnyTrunk = False,
+    weights: arg.Weights = "auto",
+    blas: arg.Blas = "auto",
 ) -> None:
     """Decode one prompt with and without drafts under one seed, side by side."""
     with _reported():

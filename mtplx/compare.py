@@ -83,14 +83,8 @@ def run(
                 sys.stdout.flush()
     if live is None:
         print()
-    found = difference(
-        bundle,
-        encode_prompt(bundle, prompt),
-        drafted.token_ids,
-        plain.token_ids,
-        sampling=sampling,
-        seed=seed,
-    )
+    prompt_ids, outputs = encode_prompt(bundle, prompt), (drafted.token_ids, plain.token_ids)
+    found = difference(bundle, prompt_ids, *outputs, sampling=sampling, seed=seed)
     _table(plain.stats, drafted.stats, f"T = {sampling.temperature:g}, seed {seed}")
     print("the same text, token for token" if found is None else found)
 

@@ -148,12 +148,12 @@ class AdaptiveDepth:
         self.rounds = 0
         self._spent = [costs.drafting(drafts) for drafts in range(limit + 1)]
         self._outlook: tuple[list[float], float] | None = None  # for the round that is to come
-        self._positions = Acceptance(POSITIONS)
-        self._cells = [Acceptance(len(EDGES) + 1) for _ in range(POSITIONS)]
+        # By position, then by position and own probability.
+        self._seen = Acceptance(POSITIONS + POSITIONS * (len(EDGES) + 1))
 
     def best(self, limit: int) -> Choice:
         """What the averages by position promise for at most ``limit`` drafts."""
-        return best(self._averages()[:limit], self._spent.__getitem__)
+        return best(self._expected()[0][:limit], self._spent.__getitem__)
 
     def more(self, confidences: Sequence[float]) -> bool:
         """Whether to draft one more token.
@@ -175,22 +175,18 @@ class AdaptiveDepth:
         self.rounds += 1
         self._outlook = None
         if confidences:  # else the little that rare probes tell would be forgotten between them
-            for counts in (self._positions, *self._cells):
-                counts.fade()
+            self._seen.fade()
         for i, confidence in enumerate(confidences[: accepted + 1]):
-            self._positions.count(_place(i), i < accepted)
-            self._cells[_place(i)].count(bisect(EDGES, confidence), i < accepted)
+            self._seen.count(_place(i), i < accepted)
+            self._seen.count(_cell(i, confidence), i < accepted)
 
     def _pays(self, confidences: Sequence[float]) -> bool:
         """Whether some number of further drafts brings more than its cost at the best rate."""
-        if self._outlook is None:
-            averages = self._averages()
-            self._outlook = averages, best(averages, self._spent.__getitem__).rate
-        averages, rate = self._outlook
+        averages, rate = self._expected()
         placed = len(confidences)
         survival, gain = 1.0, 0.0
         for i, confidence in enumerate(confidences):
-            survival *= self._cells[_place(i)].rate(bisect(EDGES, confidence), averages[i])
+            survival *= self._seen.rate(_cell(i, confidence), averages[i])
         for i in range(placed, self.limit):
             survival *= averages[i]
             gain += survival
@@ -198,16 +194,23 @@ class AdaptiveDepth:
                 return True
         return False
 
-    def _averages(self) -> list[float]:
-        """Acceptance by position; each leans on the one before it."""
-        shares = [self._positions.rate(0, FIRST)]
-        for place in range(1, POSITIONS):
-            shares.append(self._positions.rate(place, LATER * shares[-1]))
-        return [shares[_place(i)] for i in range(self.limit)]
+    def _expected(self) -> tuple[list[float], float]:
+        """Acceptance by position, each leaning on the one before it, and the best rate by it."""
+        if self._outlook is None:
+            shares = [self._seen.rate(0, FIRST)]
+            for place in range(1, POSITIONS):
+                shares.append(self._seen.rate(place, LATER * shares[-1]))
+            averages = [shares[_place(i)] for i in range(self.limit)]
+            self._outlook = averages, best(averages, self._spent.__getitem__).rate
+        return self._outlook
 
 
 def _place(position: int) -> int:
     return min(position, POSITIONS - 1)
+
+
+def _cell(position: int, confidence: float) -> int:
+    return POSITIONS + _place(position) * (len(EDGES) + 1) + bisect(EDGES, confidence)
 
 
 class CopyDepth:

@@ -1,13 +1,14 @@
 """A reduced vocabulary for drafts: fewer ids, a smaller output head, cheaper drafts, still exact.
 
-The draft law lives on these ids and is 0 elsewhere. Verification takes q as the law that drafts
-were drawn from, whatever its support, so nothing else knows of the reduction.
+The draft law lives on these ids, and on one more where a copy would give it, and is 0 elsewhere.
+Verification takes q as the law that drafts were drawn from, whatever its support, so nothing else
+knows of the reduction.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections import ChainMap, Counter
+from collections.abc import Iterable, Mapping, MutableMapping
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -16,7 +17,7 @@ from .distribution import SparseDistribution
 
 
 class DraftVocabulary:
-    """Some ids of a vocabulary, ascending; index i stands for ids[i].
+    """Some ids of a vocabulary, ascending but for a joined one; index i stands for ids[i].
 
     Raises ``ValueError`` unless the ids are ascending, distinct and within the vocabulary.
     """
@@ -28,7 +29,14 @@ class DraftVocabulary:
             raise ValueError(f"draft ids are not ascending ids within [0, {vocab_size})")
         self.ids = found
         self.vocab_size = vocab_size
-        self._index = {token: i for i, token in enumerate(found.tolist())}
+        self._index: MutableMapping[int, int] = {token: i for i, token in enumerate(found.tolist())}
+
+    def joined(self, token: int) -> DraftVocabulary:
+        """These ids and, behind them, one that is not among them."""
+        more = object.__new__(DraftVocabulary)
+        more.ids, more.vocab_size = np.append(self.ids, token), self.vocab_size
+        more._index = ChainMap({token: self.ids.size}, self._index)
+        return more
 
     def counts(self, counts: Mapping[int, float]) -> Counter[int]:
         """Counts by id -> counts by index; ids that are not here are left out."""
@@ -49,4 +57,8 @@ class DraftVocabulary:
 
     def widen(self, law: SparseDistribution) -> SparseDistribution:
         """A law over the indices -> the same over the whole vocabulary."""
-        return SparseDistribution.unchecked(self.ids[law.token_ids], law.probs, self.vocab_size)
+        ids, probs = self.ids[law.token_ids], law.probs
+        if ids.size > 1 and ids[-1] < ids[-2]:  # the joined one
+            order = np.argsort(ids, kind="stable")
+            ids, probs = ids[order], probs[order]
+        return SparseDistribution.unchecked(ids, probs, self.vocab_size)

@@ -127,8 +127,7 @@ class Engine:
             state.drop_ahead()
         sequence.committing = False
         if self.on_round is not None:
-            taken_ids = emitted[:taken]
-            self.on_round(Round(sequence, start, draft, logits, p_rows, verdict, taken_ids))
+            self.on_round(Round(sequence, start, draft, logits, p_rows, verdict, emitted[:taken]))
 
     def _run_ahead(self, sequence: Sequence, logits: mx.array) -> None:
         """Start the next round's forward where the device can tell the next token by itself."""

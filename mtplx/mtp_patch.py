@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
 from mlx_lm.models.cache import CacheList
 
 from .draft_vocabulary import DraftVocabulary
@@ -78,6 +79,12 @@ class AttachedHead:
         if self._rows is None:
             return self.family.logits(hidden)
         return hidden @ self._rows.T
+
+    def joined(self, logits: mx.array, hidden: mx.array, token: int) -> mx.array:
+        """Logits (1, V) of a hidden state (1, D) and, behind them, that of another id."""
+        hidden = hidden if self.head.normed else self.head.finish(hidden)
+        row = self.family.output_rows(np.array([token]))
+        return mx.concatenate([logits, hidden @ row.T], axis=-1)
 
 
 def _first(cache: Any) -> Any:

@@ -27,7 +27,7 @@ class KernelStatus:
     threads: int = 0
 
 
-VERSION = "0.7.1"  # of mtplx-kernels
+VERSION = "0.7.2"  # of mtplx-kernels
 loaded: Any = None  # the extension module once ``status`` has loaded it
 
 

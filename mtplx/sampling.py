@@ -277,11 +277,10 @@ def verify_one_token(
     generator = np.random.default_rng() if rng is None else rng
     same_vocabulary(target_p, draft_q)
     p, q = _probability(target_p, draft_token), _probability(draft_q, draft_token)
-    chance = acceptance_probability(target_p, draft_q, draft_token)
     if accepts(float(generator.random()), p, q):
-        return SpeculativeDecision(True, int(draft_token), chance)
+        return SpeculativeDecision(True, int(draft_token), chance(p, q))
     recovered = sample_from_distribution(residual_distribution(target_p, draft_q), generator)
-    return SpeculativeDecision(False, recovered, chance)
+    return SpeculativeDecision(False, recovered, chance(p, q))
 
 
 def speculative_output_marginal(target_p: Distribution, draft_q: Distribution) -> Floats:

@@ -93,13 +93,9 @@ class TextOutput:
 
     def _undecided(self, held: str) -> int:
         """The length of the longest end of ``held`` that a stop string begins with."""
-        longest = 0
-        for stop in self._stops:
-            for length in range(min(len(stop) - 1, len(held)), longest, -1):
-                if held.endswith(stop[:length]):
-                    longest = length
-                    break
-        return longest
+        most = len(held) + 1
+        starts = (stop[:n] for stop in self._stops for n in range(1, min(len(stop), most)))
+        return max((len(start) for start in starts if held.endswith(start)), default=0)
 
     def _release(self, length: int) -> list[Segment]:
         """The first ``length`` held characters, cut from the held segments."""

@@ -367,3 +367,17 @@ def test_greedy_output_is_plain_decodings_under_both_rules(trunk, attached):
             config=GREEDY, max_tokens=24,
         )  # fmt: skip
         assert same_or_near_tie(plain, run(sequence)) is None
+
+
+def test_the_default_drafters_read_one_index():
+    trunk = tiny_llama(1)
+    head = new_head(trunk)
+    for bonus, shared in (((0.5,), False), ((0.5,) * 8, True)):
+        head.copy_bonus = bonus
+        model = MTPDrafter(attach_head(trunk, head))
+        copies = NgramDrafter(model.index)
+        drafter = AutoDrafter(model, copies, TIGHT)
+        drafter.observe([1, 2, 3, 1, 2], None)
+        assert (copies.index is model.index) == shared
+        assert copies.index.tokens == model.index.tokens == [1, 2, 3, 1, 2]
+        assert copies.match(1).tokens == [3]

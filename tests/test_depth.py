@@ -177,7 +177,7 @@ def test_drafts_behind_a_rejection_tell_nothing():
     for placed in ([], [0.5], [0.5, 0.9], [0.1, 0.1, 0.3]):
         assert seen.best(HEAD_LIMIT) == cut.best(HEAD_LIMIT)
         assert seen.more(placed) == cut.more(placed)
-    assert vars(seen)["_positions"]._tried == vars(cut)["_positions"]._tried
+    assert vars(seen)["_seen"]._tried == vars(cut)["_seen"]._tried
 
 
 # --- copies -----------------------------------------------------------------------------------

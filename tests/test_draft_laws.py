@@ -8,6 +8,7 @@ import pytest
 from doubles import GREEDY, PLAIN, new_sequence, run, tiny_llama
 from test_drafters import COPY_BONUS, VOCAB, head_of
 
+from mtplx.draft_vocabulary import DraftVocabulary
 from mtplx.drafters import MTPDrafter
 from mtplx.engine import Engine
 from mtplx.errors import NonFiniteLogitsError
@@ -31,11 +32,16 @@ def trunk():
         SamplerConfig(temperature=0.6, top_p=0.9, top_k=7),
         SamplerConfig(temperature=0.8, top_p=1.0, top_k=0, min_p=0.05, presence_penalty=1.5,
                       repetition_penalty=1.3),
+        SamplerConfig(temperature=0.9, top_p=1.0, top_k=0, frequency_penalty=0.7,
+                      logit_bias={9: 2.5, 31: -np.inf, 5: 1.0}),
     ],
 )  # fmt: skip
-def test_q_is_the_law_each_draft_was_drawn_from(trunk, config):
+@pytest.mark.parametrize("ids", [None, [1, 5, 6, 11, 12, 27]])
+def test_q_is_the_law_each_draft_was_drawn_from(trunk, config, ids):
     """q_rows are the very laws given to ``draw``, and those are what the head's logits mean."""
-    attached = attach_head(trunk, head_of(trunk))
+    head = head_of(trunk)
+    head.vocabulary = None if ids is None else DraftVocabulary(ids, VOCAB)
+    attached = attach_head(trunk, head)
     drafter = MTPDrafter(attached)
     sequence = new_sequence(
         trunk, [9, 4, 4, 31], drafter, rule="token", depth=4, config=config, max_tokens=30, seed=3
@@ -86,9 +92,14 @@ def assert_laws_of_the_head(trunk, attached, sequence, draft, config):
     output = tokens[sequence.prompt_length :]
     for i, q in enumerate(draft.q_rows):
         past = [*output, *draft.tokens[:i]]
-        logits = np.array(attached.logits(row)[0])
+        logits, vocabulary = np.full(VOCAB, -np.inf), attached.vocabulary
+        ids = np.arange(VOCAB) if vocabulary is None else vocabulary.ids
+        logits[ids] = np.array(attached.logits(row)[0])
         copied = follows(tokens, draft.tokens[:i])
         if copied is not None:
+            if logits[copied[1]] == -np.inf:
+                weight = np.array(attached.family.output_rows(np.array(copied[1:])))
+                logits[copied[1]] = (weight @ np.array(row)[0]).item()
             logits[copied[1]] += COPY_BONUS[copied[0] - 1]
         want = distribution_from_logits(
             logits,

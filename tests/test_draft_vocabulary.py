@@ -38,6 +38,22 @@ def test_every_id_has_its_place_and_others_have_none():
     assert [vocabulary.place(token) for token in (1, 5, 11, 0, 6)] == [0, 2, 4, None, None]
 
 
+def test_one_that_is_joined_is_the_last_place_and_laws_have_their_ids_ascending():
+    base = DraftVocabulary(IDS, VOCAB)
+    for token in (0, 6, 8):
+        more = base.joined(token)
+        assert [more.place(t) for t in (1, 11, token, 9)] == [0, 4, 5, None]
+        assert more.counts({token: 2, 9: 1, 1: 3}) == {5: 2, 0: 3}
+        assert more.bias({token: 1.5, 9: 1.0}) == {5: 1.5}
+        assert more.indices([9, token, 11]) == [5, 4]
+        law = more.widen(SparseDistribution([0, 3, 4, 5], [0.5, 0.25, 0.125, 0.125], 6))
+        assert law == SparseDistribution([1, 7, 11, token], [0.5, 0.25, 0.125, 0.125], VOCAB)
+        only = more.widen(SparseDistribution([5], [1.0], 6))
+        assert only == SparseDistribution([token], [1.0], VOCAB)
+    assert base.place(6) is None
+    assert len(base.ids) == len(IDS)
+
+
 CONFIGS = [
     SamplerConfig(temperature=0.7, top_p=1.0, top_k=0),
     SamplerConfig(temperature=0.7, top_p=0.8, top_k=3),

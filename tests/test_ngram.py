@@ -48,6 +48,44 @@ def test_the_index_equals_a_search_of_the_whole_history(parts, depth, shape):
         assert drafter.propose(depth, COPY) == draft, "asking leaves no trace"
 
 
+@given(
+    st.lists(st.integers(0, 2), max_size=30),
+    st.lists(st.integers(0, 2), max_size=4),
+    st.integers(0, 6),
+    st.integers(1, 3),
+    st.integers(1, 6),
+)
+@settings(max_examples=1000, deadline=None)
+def test_a_suffix_with_drafts_is_found_where_it_occurred_last(tokens, drafts, kept, short, long):
+    index = NgramIndex(kept)
+    for token in tokens:
+        index.extend([token])
+    both, expected = [*tokens, *drafts], None
+    for n in range(short, min(long, kept, len(both)) + 1):
+        ends = [at for at in range(n, len(tokens)) if tokens[at - n : at] == both[-n:]]
+        expected = (n, ends[-1]) if ends else expected
+    assert index.find(drafts, shortest=short, longest=long) == expected
+
+
+def test_a_drafter_reads_an_index_that_another_one_extends():
+    index = NgramIndex(8)
+    drafter = NgramDrafter(index)
+    for token in [1, 2, 3, 1, 2]:
+        drafter.observe([token], None)
+        index.extend([token])
+    assert index.tokens == [1, 2, 3, 1, 2]
+    assert drafter.propose(1, COPY).tokens == [3]
+    own = NgramDrafter(NgramIndex(4), longest=5)
+    own.observe([1, 2, 3, 1, 2], None)
+    assert own.propose(1, COPY).tokens == [3], "n-grams of 4 are too short for it"
+
+
+def test_an_index_of_a_text_without_repeats_has_an_entry_a_token():
+    index = NgramIndex(8)
+    index.extend(range(1000))
+    assert len(index._next) == 999
+
+
 def test_the_longest_match_wins_over_a_later_one():
     history = [1, 2, 3, 40, 9, 2, 3, 50, 1, 2, 3]
     assert ngram(history).propose(1, COPY).tokens == [40]
@@ -91,19 +129,19 @@ def test_no_drafter_drafts_nothing():
 
 
 def test_the_index_finds_what_followed_with_drafts_in_between():
-    index = NgramIndex(1, 3)
+    index = NgramIndex(3)
     index.extend([5, 6, 7, 8, 6, 7])
     assert index.find() == (2, 3)  # 6 7 was followed by 8
     assert index.find([8]) == (3, 4)  # 6 7 8 by 6
     assert index.find([8, 6]) == (3, 5)  # 7 8 6 by 7
     assert index.find([9]) is None
     assert index.find([9, 5]) == (1, 1)
-    assert NgramIndex(1, 3).find() is None
-    assert NgramIndex(1, 3).find([4]) is None
+    assert NgramIndex(3).find() is None
+    assert NgramIndex(3).find([4]) is None
 
 
 def test_an_index_of_no_lengths_finds_nothing_at_once():
-    index = NgramIndex(1, 0)
+    index = NgramIndex(0)
     index.extend(list(range(50_000)))
     begin = perf_counter()
     assert index.find([3]) is None

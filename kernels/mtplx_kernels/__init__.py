@@ -14,7 +14,7 @@ from typing import Any
 
 __all__ = ["__version__", "blas_library", "native"]
 
-__version__ = "0.7.1"
+__version__ = "0.7.2"
 
 
 def blas_library() -> Path:

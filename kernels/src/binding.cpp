@@ -76,6 +76,13 @@ void bind_matrix(nb::module_& m) {
       .def("now",
            [](const Matrix& self, const mx::array& x) { return mtplx::multiply_now(x, self.weights, *self.bias); }, "x"_a,
            nb::call_guard<nb::gil_scoped_release>(), "(rows, inputs) -> (rows, outputs), computed when it returns.")
+      .def("joined",
+           [](const Matrix& self, const mx::array& logits, const mx::array& x, int row) {
+             return mtplx::join_now(logits, x, self.weights, row);
+           },
+           "logits"_a, "x"_a, "row"_a, nb::call_guard<nb::gil_scoped_release>(),
+           "logits (R, V) and, behind each row, the product of x (R, inputs) with one row of the matrix, without the\n"
+           "bias: (R, V + 1) float32, computed when it returns.")
       .def("rows", [](const Matrix& self, const mx::array& ids) { return mtplx::look_up_op(self.weights, ids); }, "ids"_a,
            "ids (...) -> (..., inputs) float32, dequantised, without the bias; NaN for an id out of range.")
       .def_prop_ro("shape",

@@ -1,7 +1,9 @@
 #include "primitives.hpp"
 
+#include <algorithm>
 #include <cstring>
 #include <functional>
+#include <numeric>
 #include <stdexcept>
 #include <string>
 #include <utility>
@@ -352,6 +354,26 @@ mx::array raise_now(const mx::array& x, int place, float amount) {
   mx::array out = empty(from.shape());
   std::memcpy(out.data<float>(), from.data<float>(), out.nbytes());
   for (std::size_t i = place; i < out.size(); i += out.shape(-1)) out.data<float>()[i] += amount;
+  return out;
+}
+
+mx::array join_now(const mx::array& logits, const mx::array& x, const Weights& weights, int row) {
+  const MatrixView& m = weights->view();
+  if (row < 0 || row >= m.n) refuse("there is no such row");
+  if (logits.ndim() != 2 || x.ndim() != 2 || x.shape(1) != m.k || x.shape(0) != logits.shape(0)) {
+    refuse("logits must be (R, V) and x (R, " + std::to_string(m.k) + ")");
+  }
+  const mx::array from = at_hand(logits), states = at_hand(x);
+  const std::size_t size = from.shape(1), k = m.k;
+  Vector weight(k);
+  const std::int32_t id = row;
+  look_up(*weights, &id, 1, weight.data());
+  mx::array out = empty({from.shape(0), from.shape(1) + 1});
+  for (int r = 0; r < from.shape(0); ++r) {
+    const float* state = states.data<float>() + r * k;
+    float* to = std::copy_n(from.data<float>() + r * size, size, out.data<float>() + r * (size + 1));
+    *to = static_cast<float>(std::inner_product(weight.begin(), weight.end(), state, 0.0));
+  }
   return out;
 }
 

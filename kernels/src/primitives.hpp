@@ -62,4 +62,7 @@ mx::array multiply_now(const mx::array& x, const Weights& weights, const Vector&
 mx::array rows_now(const mx::array& x, int first, int last);
 mx::array raise_now(const mx::array& x, int place, float amount);
 
+// logits (R, V) and, behind each row, the product of x (R, k) with one row of the weights: (R, V + 1), in the same way.
+mx::array join_now(const mx::array& logits, const mx::array& x, const Weights& weights, int row);
+
 }  // namespace mtplx

@@ -92,12 +92,10 @@ class _Head:
     further = ()
 
     def __init__(self, case: Request):
-        ids = range(case.vocab) if case.draft_ids is None else case.draft_ids
-        self.vocabulary = None if case.draft_ids is None else DraftVocabulary(ids, case.vocab)
+        self.ids = list(range(case.vocab) if case.draft_ids is None else case.draft_ids)
+        self.vocabulary = None if case.draft_ids is None else DraftVocabulary(self.ids, case.vocab)
         self.copy_bonus = case.copy_bonus
-        rows = [
-            hashed_logits(case.vocab, seed=1)((token,))[list(ids)] for token in range(case.vocab)
-        ]
+        rows = [hashed_logits(case.vocab, seed=1)((token,)) for token in range(case.vocab)]
         self.table = mx.array(np.array(rows, np.float32))
 
     def new_cache(self) -> Any:
@@ -110,7 +108,10 @@ class _Head:
         return tokens[:, None]
 
     def logits(self, hidden: mx.array) -> mx.array:
-        return self.table[hidden[:, 0]]
+        return self.table[hidden[:, 0]][:, mx.array(self.ids)]
+
+    def joined(self, logits: mx.array, hidden: mx.array, token: int) -> mx.array:
+        return mx.concatenate([logits, self.table[hidden[:, 0], token][:, None]], axis=-1)
 
 
 @dataclass
@@ -144,7 +145,7 @@ class _Alternating:
 class Request:
     """A request to enumerate: its law, and how it is drafted.
 
-    draft_ids: the ids that the head can draft, None for all.
+    draft_ids: what the head drafts from, copies aside; None for all.
     """
 
     config: SamplerConfig = _PLAIN

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import mlx.core as mx
 
-from ..depth import COPY_LIMIT, AdaptiveDepth, Choice, CopyDepth, Costs
+from ..depth import COPY_LIMIT, AdaptiveDepth, CopyDepth, Costs
 from .base import Draft, Drafter, Proposal
 from .ngram import Match, NgramDrafter
 
@@ -40,10 +40,12 @@ class AutoDrafter:
 
     def propose(self, depth: int, proposal: Proposal) -> Draft:
         """See ``Drafter.propose``."""
-        match = self._match(min(depth, COPY_LIMIT))
+        found = None if self.ngram is None else self.ngram.match(min(depth, COPY_LIMIT))
+        match = found or Match(0, [])
         copying = self.ngram_depth.best(match.length, len(match.tokens))
+        drafting = self.mtp_depth.best(0 if self.mtp is None else depth)
         drafted = Draft([], [])
-        if self.ngram is not None and copying.rate > self._promise(depth).rate:
+        if self.ngram is not None and copying.rate > drafting.rate:
             draft = self.ngram.propose(copying.depth, proposal)
         elif self.mtp is not None:
             most = min(depth, self.mtp_depth.limit)
@@ -52,11 +54,3 @@ class AutoDrafter:
             draft = drafted
         self._open = drafted, match
         return draft
-
-    def _match(self, most: int) -> Match:
-        found = None if self.ngram is None else self.ngram.match(most)
-        return Match(0, []) if found is None else found
-
-    def _promise(self, depth: int) -> Choice:
-        """Of the head; without one, of plain decoding."""
-        return self.mtp_depth.best(depth if self.mtp is not None else 0)

@@ -22,7 +22,8 @@ class MTPDrafter:
     """Applies the head recursively, with the head's bonus for what repeats itself.
 
     A small head sees that a text repeats itself later than a look at the text does: the token that
-    followed the latest occurrence of the latest tokens gets a bonus before q is computed.
+    followed the latest occurrence of the latest tokens gets a bonus before q is computed. It can be
+    drafted even if the head's draft vocabulary lacks it, as it does the names in a prompt.
 
     The head's cache holds one row a committed token but the last, (hidden i, token i + 1), each
     written once, from the trunk's hidden state. Rows of deeper steps are dropped when a proposal
@@ -44,7 +45,7 @@ class MTPDrafter:
         self._lengths = [0] * len(self.caches)
         # Of every head behind the first: states (1, D) for it that wait for their token.
         self._waiting: list[mx.array | None] = [None] * len(self.caches)
-        self._index = NgramIndex(1, len(attached.copy_bonus))
+        self.index = NgramIndex(len(attached.copy_bonus))
         # The trunk's features (n, F) of rows that the cache does not hold yet.
         self._pending: list[mx.array] = []
         # The head's hidden state (1, D) of the last committed row.
@@ -53,7 +54,7 @@ class MTPDrafter:
     @property
     def tokens(self) -> list[int]:
         """The committed tokens."""
-        return self._index.tokens
+        return self.index.tokens
 
     @property
     def cache(self) -> Any:
@@ -67,7 +68,7 @@ class MTPDrafter:
 
     def observe(self, tokens: Sequence[int], hidden: mx.array | None) -> None:
         """Keep tokens, and hidden states until the next proposal feeds them to the head."""
-        self._index.extend(tokens)
+        self.index.extend(tokens)
         if hidden is not None and hidden.shape[0]:
             self._pending.append(hidden)
 
@@ -89,8 +90,8 @@ class MTPDrafter:
         head, drafted = self.attached, None
         try:
             while True:
-                logits = self._raised(head.logits(hidden), tokens)
-                q = _law(proposal, logits, tokens, self.attached.vocabulary)
+                logits, vocabulary = self._logits(head, hidden, tokens)
+                q = _law(proposal, logits, tokens, vocabulary)
                 if q is None:
                     return Draft(tokens, q_rows, self.name)
                 tokens.append(proposal.draw(len(tokens), q))
@@ -122,17 +123,25 @@ class MTPDrafter:
         for cache, length in zip(self.caches, self._lengths, strict=True):
             cut_cache(cache, length)
 
-    def _raised(self, logits: mx.array, drafts: Sequence[int]) -> mx.array:
-        """Logits (1, V) of the draft ids, with the bonus of the token that a copy would give."""
-        found = self._index.find(drafts)
+    def _logits(
+        self, head: AttachedHead, hidden: mx.array, drafts: Sequence[int]
+    ) -> tuple[mx.array, DraftVocabulary | None]:
+        """Logits (1, V), and the ids that they are of.
+
+        The token that a copy would give has its bonus; the ids are joined by it where they lack it.
+        """
+        logits, vocabulary = head.logits(hidden), self.attached.vocabulary
+        found = self.index.find(drafts)
         if found is None:
-            return logits
+            return logits, vocabulary
         length, at = found
-        token, vocabulary = self.tokens[at], self.attached.vocabulary
+        token = self.tokens[at]
         place = token if vocabulary is None else vocabulary.place(token)
-        if place is None:
-            return logits
-        return raised(logits, place, self.attached.copy_bonus[length - 1])
+        if vocabulary is not None and place is None:
+            logits = head.joined(logits, hidden, token)
+            place, vocabulary = len(vocabulary.ids), vocabulary.joined(token)
+        assert place is not None
+        return raised(logits, place, self.attached.copy_bonus[length - 1]), vocabulary
 
     def _feed_committed(self) -> None:
         """Write the rows that are new; none are if a proposal is asked for twice."""

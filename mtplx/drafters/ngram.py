@@ -35,13 +35,23 @@ class NgramDrafter:
     name = "ngram"
     needs_hidden = False
 
-    def __init__(self, *, longest: int = 5, shortest: int = 2, per_token: int = 3):
-        self.index = NgramIndex(shortest, longest)
-        self.per_token = per_token
+    def __init__(
+        self,
+        index: NgramIndex | None = None,
+        *,
+        longest: int = 5,
+        shortest: int = 2,
+        per_token: int = 3,
+    ):
+        shared = index if index is not None and index.longest >= longest else None
+        self.index = NgramIndex(longest) if shared is None else shared
+        self.longest, self.shortest, self.per_token = longest, shortest, per_token
+        self._extends = shared is None
 
     def observe(self, tokens: Sequence[int], hidden: mx.array | None) -> None:
         """Index the n-grams that the new tokens follow."""
-        self.index.extend(tokens)
+        if self._extends:
+            self.index.extend(tokens)
 
     def propose(self, depth: int, proposal: Proposal) -> Draft:
         """Copy on from the best match."""
@@ -53,11 +63,11 @@ class NgramDrafter:
 
     def match(self, most: int) -> Match | None:
         """The best match, with at most so many tokens to copy from it."""
-        found = self.index.find()
+        found = self.index.find(shortest=self.shortest, longest=self.longest)
         if found is None:
             return None
         length, at = found
-        most = min(most, self.per_token * (length - self.index.shortest + 1))
+        most = min(most, self.per_token * (length - self.shortest + 1))
         return Match(length, self._copied(at, most))
 
     def _copied(self, at: int, count: int) -> list[int]:

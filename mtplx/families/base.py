@@ -64,6 +64,11 @@ class HeadedFamily(Family):
     def logits(self, hidden: mx.array) -> mx.array:
         """Hidden (B, L, D), as it comes out of the final norm -> logits (B, L, V)."""
 
+    @property
+    @abstractmethod
+    def output(self) -> Any:
+        """The module of the output head."""
+
     @abstractmethod
     def output_rows(self, ids: np.ndarray) -> mx.array:
         """The rows of the output head that belong to ``ids``, (n, D), not packed."""

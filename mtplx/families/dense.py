@@ -43,7 +43,7 @@ class DenseFamily(TrunkFamily):
         """See ``Family.step``."""
         found = None
         if hasattr(self.body, "step"):  # a trunk on the CPU kernels
-            found = self.body.step(tokens, cache, self.levels, self._output)
+            found = self.body.step(tokens, cache, self.levels, self.output)
         return super().step(tokens, cache) if found is None else found
 
     def new_layer(self) -> Any:

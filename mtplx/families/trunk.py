@@ -84,7 +84,7 @@ class TrunkFamily(HeadedFamily):
         return self.embedding(tokens)
 
     @property
-    def _output(self) -> Any:
+    def output(self) -> Any:
         """The module whose rows belong to ids in the output head."""
         return self.embedding if self._tied else self.text.lm_head
 
@@ -98,7 +98,7 @@ class TrunkFamily(HeadedFamily):
 
     def output_rows(self, ids: np.ndarray) -> mx.array:
         """See ``HeadedFamily.output_rows``."""
-        module, wanted = self._output, mx.array(ids)
+        module, wanted = self.output, mx.array(ids)
         if not hasattr(module, "scales"):
             return module.weight[wanted]
         biases = None if module.biases is None else module.biases[wanted]

@@ -104,7 +104,7 @@ def _matches(
 
     Row t drafts after the committed tokens up to t + 1 and depth - 1 drafts.
     """
-    index, vocabulary = NgramIndex(1, LONGEST), attached.vocabulary
+    index, vocabulary = NgramIndex(LONGEST), attached.vocabulary
     index.extend(tokens[:1])
     for row in range(rows):
         index.extend(tokens[row + 1 : row + 2])
