@@ -24,7 +24,6 @@ from mlx_lm.models.cache import (
 
 from mtplx import cpu_head
 from mtplx.cpu_layers import PackedEmbedding, PackedLinear, fuse, serves, takes
-from mtplx.draft_vocabulary import DraftVocabulary
 from mtplx.families import family_of
 from mtplx.load import load, to_float32
 from mtplx.mtp_patch import attach_head, new_head
@@ -287,30 +286,6 @@ def test_a_head_drafts_as_its_rounded_weights_do_in_float(first):
         assert mx.abs(found - expected).max().item() < 1e-4 * mx.abs(expected).max().item()
         assert caches[0].offset == caches[1].offset
     assert np.array_equal(np.array(fused.logits(found)), np.array(plain.logits(found)))
-
-
-@pytest.mark.parametrize("name", ["llama", "qwen2"])
-def test_one_more_logit_is_that_of_its_row_of_the_output_head(name):
-    trunk, _ = fused_of(name, 8)
-    attached = attach_head(trunk, new_head(trunk, vocabulary=DraftVocabulary([1, 5, 9], VOCAB)))
-    fused, rng = cpu_head.fuse(attached), np.random.default_rng(0)
-    hidden = mx.array(rng.standard_normal((1, 64)).astype(np.float32))
-    for token in (0, 6, VOCAB - 1):
-        logits = fused.logits(hidden)
-        found, plain = fused.joined(logits, hidden, token), attached.joined(logits, hidden, token)
-        assert found.shape == plain.shape == (1, 4)
-        assert np.array_equal(np.array(found[:, :3]), np.array(logits))
-        row = np.array(attached.family.output_rows(np.array([token])), np.float64)
-        expected = (np.array(hidden, np.float64) @ row.T).item()
-        assert found[0, 3].item() == pytest.approx(expected, rel=1e-6, abs=1e-6)
-        assert plain[0, 3].item() == pytest.approx(expected, rel=1e-4, abs=1e-4)
-    matrix = status().native.Matrix.dense(mx.ones((4, 64)))
-    for row in (-1, 4):
-        with pytest.raises(ValueError, match="no such row"):
-            matrix.joined(logits, hidden, row)
-    for wrong in ((logits, hidden[:, 1:]), (logits, mx.zeros((2, 64))), (logits[0], hidden)):
-        with pytest.raises(ValueError, match="must be"):
-            matrix.joined(*wrong, 0)
 
 
 def test_a_step_of_a_head_writes_its_own_cache_in_place_and_nobody_else_s():

@@ -5,11 +5,14 @@ from __future__ import annotations
 import mlx.core as mx
 import numpy as np
 import pytest
-from fused_trunks import KINDS, fused_of, ids_of
+from fused_trunks import KINDS, VOCAB, fused_of, ids_of
 from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
 
+from mtplx import cpu_head
 from mtplx.cpu_layers import Stack
+from mtplx.draft_vocabulary import DraftVocabulary
 from mtplx.families import family_of
+from mtplx.mtp_patch import attach_head, new_head
 from mtplx.native import status
 from mtplx.state import State
 
@@ -142,3 +145,27 @@ def test_a_step_over_no_rows_gives_none():
     run, rows = native.Layers(trunk.model.stack.layers, 1e-5), trunk.model.embed_tokens.matrix
     found = run.step(rows, rows, [], 2, caches[0].bank.array)
     assert [part.shape for part in found[:2]] == [(0, 64), (0, 200)]
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2"])
+def test_one_more_logit_is_that_of_its_row_of_the_output_head(name):
+    trunk, _ = fused_of(name, 8)
+    attached = attach_head(trunk, new_head(trunk, vocabulary=DraftVocabulary([1, 5, 9], VOCAB)))
+    fused, rng = cpu_head.fuse(attached), np.random.default_rng(0)
+    hidden = mx.array(rng.standard_normal((1, 64)).astype(np.float32))
+    for token in (0, 6, VOCAB - 1):
+        logits = fused.logits(hidden)
+        found, plain = fused.joined(logits, hidden, token), attached.joined(logits, hidden, token)
+        assert found.shape == plain.shape == (1, 4)
+        assert np.array_equal(np.array(found[:, :3]), np.array(logits))
+        row = np.array(attached.family.output_rows(np.array([token])), np.float64)
+        expected = (np.array(hidden, np.float64) @ row.T).item()
+        assert found[0, 3].item() == pytest.approx(expected, rel=1e-6, abs=1e-6)
+        assert plain[0, 3].item() == pytest.approx(expected, rel=1e-4, abs=1e-4)
+    matrix = status().native.Matrix.dense(mx.ones((4, 64)))
+    for row in (-1, 4):
+        with pytest.raises(ValueError, match="no such row"):
+            matrix.joined(logits, hidden, row)
+    for wrong in ((logits, hidden[:, 1:]), (logits, mx.zeros((2, 64))), (logits[0], hidden)):
+        with pytest.raises(ValueError, match="must be"):
+            matrix.joined(*wrong, 0)
