@@ -29,11 +29,10 @@ class FusedHead(AttachedHead):
     What is not one sequence over its own ordinary cache goes the ordinary way, in full precision.
     """
 
-    def __init__(self, attached: AttachedHead, combine: Any, stack: Stack, rows: Any, output: Any):
+    def __init__(self, attached: AttachedHead, combine: Any, stack: Stack, rows: Any):
         vars(self).update(vars(attached))
         self._rows = None  # the packed ones are in their place
         self._combine, self._stack, self._packed_rows = combine, stack, rows
-        self._output = output
 
     def forward(self, state: mx.array, tokens: mx.array, cache: Any) -> mx.array:
         """See ``AttachedHead.forward``."""
@@ -49,9 +48,7 @@ class FusedHead(AttachedHead):
 
     def joined(self, logits: mx.array, hidden: mx.array, token: int) -> mx.array:
         """See ``AttachedHead.joined``."""
-        if self._output is None:
-            return super().joined(logits, hidden, token)
-        return self._output.joined(logits, hidden, token)
+        return self.family.output.matrix.joined(logits, hidden, token)
 
 
 def fuse(attached: AttachedHead) -> AttachedHead:
@@ -78,7 +75,7 @@ def fuse(attached: AttachedHead) -> AttachedHead:
     rows = None
     if head.vocabulary is not None:
         rows = _pack(family.output_rows(np.asarray(head.vocabulary.ids)))
-    return FusedHead(attached, combine, stack, rows, getattr(family.output, "matrix", None))
+    return FusedHead(attached, combine, stack, rows)
 
 
 def _is_plain(head: MTPHead) -> bool:

@@ -155,6 +155,7 @@ def test_the_joint_law_is_the_product_of_p(rule, vocabulary, config, monkeypatch
     assert apart <= EXACT
     assert seen == {("mtp", k) for k in depths}
     assert {(0, 1), (0, 2), (1, 0)} <= given, "1 is no draft id, and joins them"
+    assert vocabulary is OF_THREE or (0, None) in given, "of three tokens each occurred before"
 
 
 @pytest.mark.parametrize("copies", [False, True])
@@ -174,11 +175,19 @@ def test_the_joint_law_with_an_adaptive_depth(rule, vocabulary, copies, monkeypa
 
 @pytest.mark.parametrize(("rule", "vocabulary"), [PLACES[0], *PLACES[2:]])
 def test_only_a_copy_is_drafted_where_every_draft_id_is_banned(rule, vocabulary, monkeypatch):
+    drafted = set()
+
+    class Noting(Watched):
+        def propose(self, depth, proposal):
+            draft = super().propose(depth, proposal)
+            drafted.update(draft.tokens)
+            return draft
+
     config = replace(PLAIN, logit_bias={0: -np.inf, 2: -np.inf})
-    apart, seen, _ = played(monkeypatch, rule, config, vocabulary, (2, 2), Watched)
+    apart, seen, _ = played(monkeypatch, rule, config, vocabulary, (2, 2), Noting)
     assert apart <= EXACT
     assert ("mtp", 0) in seen
-    assert len(seen) > 1
+    assert drafted == {1}
 
 
 @pytest.mark.filterwarnings("ignore:divide by zero")  # what joined has no q in the wrong law

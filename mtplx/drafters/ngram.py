@@ -30,6 +30,8 @@ class NgramDrafter:
     The longest suffix of ``longest`` down to ``shortest`` tokens that occurred before decides; of
     several places, the latest. The longer the match, the more tokens are drafted: a match of n
     tokens drafts at most ``per_token`` * (n - shortest + 1).
+
+    index: another drafter's, read here and extended there; too short a one is not used.
     """
 
     name = "ngram"
